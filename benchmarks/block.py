@@ -18,8 +18,9 @@ from .harness import OURS, STOCK, Case, tolerance_of, tolerance_of_gradients
 from .weights import Setting, llama4_blocks, mixtral_blocks, routed_rows
 
 COPIES = 4
-"""Number of blocks in sequence for few rows: together they exceed the processor's cache, as a whole model does."""
+"""Number of blocks that take turns for few rows, so that their weights exceed the processor's cache as a model's."""
 FEW = 16
+"""Largest number of rows for which blocks take turns."""
 RANK = 16
 PEFT = "peft"
 
@@ -64,7 +65,7 @@ def lora(
 ) -> Iterator[Case]:
     """Yield the cases of training LoRA on a frozen block's experts, against peft's own wrapper of the same block.
 
-    peft adds the update to the weights of all experts, ours to their products.
+    peft's wrapper adds the LoRA update to the weights of all experts, ours adds it to the products of their rows.
     """
     _, block = llama4_blocks(setting, experts)
     block.requires_grad_(False)

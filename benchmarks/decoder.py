@@ -1,8 +1,9 @@
-"""Measure decoders at the sizes of 7B models in each format: a token behind a cache, also with LoRA, and a prompt.
+"""Measure decoders at the sizes of 7B models in each format: a token after cached ones, also with LoRA, and a prompt.
 
-Three layers of Mistral 7B, and two of Mixtral with four experts, with embedding and head, of random weights. Formats
-compute different functions, so that no outputs are compared here. llama.cpp takes part where it is installed: its q4_1
-stores a weight in 5 bits, as our int4 does, with a scale and an offset for 32 weights; q4_0, without offsets, in 4.5.
+The models have random weights: Mistral 7B with three layers, and Mixtral with two layers and four experts, both with
+embedding and head. Outputs are not compared, as quantized models compute different functions. llama.cpp takes part if
+it is installed: its q4_1 stores a weight in 5 bits as our int4, with a scale and an offset for each 32 weights; q4_0
+has no offsets and takes 4.5 bits.
 """
 
 import tempfile
@@ -30,6 +31,7 @@ from .random_models import build
 from .weights import Setting
 
 SETTING = Setting(torch.device("cpu"), torch.bfloat16)
+# Numbers of cached tokens, lengths of prompts, and tokens that a run decodes.
 BEHIND, PROMPTS, STEPS = (64, 2048), (64, 512), 4
 TOKENIZER = Path(__file__).parents[1] / "examples/llamoe-tiny"
 
@@ -51,7 +53,7 @@ def cases(name: str, stock_class: type[PreTrainedModel], config: Any) -> Iterato
     with torch.device("meta"):
         stock = stock_class(config)
     stock.load_state_dict(dict(ours["bf16"].named_parameters()), assign=True)
-    # Rotary tables that were built on the meta device have no values, so they are computed again.
+    # Rotary tables on the meta device have no values, so that they are built again.
     stock.model.rotary_emb = type(stock.model.rotary_emb)(config)
     models: dict[str, Any] = {STOCK: stock.eval(), OURS: ours["bf16"]}
     models |= {f"{OURS}, {weights}": ours[weights] for weights in ("int8", "int4")}
@@ -110,7 +112,11 @@ def token(model: Any, ids: torch.Tensor) -> Callable[[], None]:
 
 
 def prompt(model: Any, ids: torch.Tensor) -> Callable[[], Any]:
-    """Return a function that computes the last token's logits of a prompt `[1, length]`."""
+    """Return a function that computes the logits of all tokens of a prompt `[1, length]`.
+
+    If only the last token's logits are wanted, llama.cpp leaves out the last layer's feed-forward of all other tokens:
+    a quarter of the work of three layers, and nearly nothing in a model of 32.
+    """
     if isinstance(model, LlamaCppModel):
         return model.prompt(ids[0].tolist())
-    return torch.no_grad()(lambda: model(input_ids=ids, use_cache=False, logits_to_keep=1).logits)
+    return torch.no_grad()(lambda: model(input_ids=ids, use_cache=False).logits)

@@ -1,7 +1,7 @@
-"""Write folders of models of published sizes with random weights.
+"""Write folders of models of published sizes with random packed weights.
 
-Codes are pieces of one random block, each matrix at an offset of its own, so that a folder is written as fast as a
-drive takes it. Numbers have the deviation of fresh weights.
+The codes of each matrix are a piece of one random block, at another offset for each matrix: drawing all codes would
+take longer than writing them. The dequantized weights have the standard deviation of newly initialised ones.
 """
 
 import json
@@ -31,7 +31,7 @@ KEPT = ("lm_head", "self_attn", "router", "vision_model", "multi_modal_projector
 
 
 class Drawn(LazyTensor):
-    """Return a bfloat16 weight: ones for norms, zeros for weights that are packed later, random numbers for others."""
+    """A bfloat16 weight: ones for norms, zeros for experts, whose codes are drawn instead, else random numbers."""
 
     def __init__(
         self, name: str, shape: tuple[int, ...], generator: torch.Generator, blanks: dict[Any, torch.Tensor]
@@ -90,9 +90,9 @@ def write(config: LlamoeBaseConfig, target: Path, weights: str, seed: int = 0) -
     Args:
         config: of the model.
         target: an empty folder, or none yet.
-        weights: a format of ours, as "int4:128": `llamoe quantize`'s own code writes the folder, so that names, shapes
-            and headers are its; or "w4a16", as llm-compressor publishes Llama 4.
-        seed: of all draws.
+        weights: a format of ours, as "int4:128", for which the code of `llamoe quantize` writes the folder with random
+            codes; or "w4a16", the format in which llm-compressor publishes Llama 4.
+        seed: of all random numbers.
     """
     generator, blanks = torch.Generator().manual_seed(seed), {}
     tensors = {name: Drawn(name, shape, generator, blanks) for name, shape in expected_shapes(config).items()}
@@ -130,7 +130,7 @@ def _save_w4a16(config: LlamoeBaseConfig, tensors: dict[str, Drawn], draws: Draw
             shard[f"{layer}.weight_packed"] = draws.codes((num_out, num_in // 8), torch.int32)
             shard[f"{layer}.weight_scale"] = torch.full((num_out, num_in // GROUP), STD / 4.61).bfloat16()
             shard[f"{layer}.weight_shape"] = torch.tensor([num_out, num_in])
-            if sum(each.nbytes for each in shard.values()) > 2e9:
+            if sum(part.nbytes for part in shard.values()) > 2e9:
                 save()
         if not any(_packed_layers(name, tensor.shape)):
             shard[name] = tensor.read()

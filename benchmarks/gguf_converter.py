@@ -2,8 +2,8 @@
 
 python benchmarks/gguf_converter.py LLAMA.CPP/convert_hf_to_gguf.py MODEL --outfile FILE --outtype f32
 
-It tells how a tokenizer splits text by the hash of what it makes of a text, and stops at others than the published
-ones. Here no text is split.
+The converter recognises how a tokenizer splits text by a hash of its tokens for one text, and stops at any hash that is
+not of a published model. Benchmarks read no text, so that any of the published ways will do.
 """
 
 import runpy

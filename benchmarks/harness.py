@@ -11,13 +11,13 @@ from typing import Any
 import torch
 
 STOCK = "stock"
-"""The contestant that the others are compared with, unless a case names another."""
+"""The reference of a case, unless the case names another contestant."""
 OURS = "llamoe"
 ROUNDS = 7
 SECONDS = 1.0
 """Least seconds for which a case is measured; at least three rounds are run."""
 SAMPLE = 50e-3
-"""Least length of a sample in seconds; shorter runs are repeated within it, as steps of decoding follow one another."""
+"""Least length of a sample in seconds; a shorter run is repeated until a sample is that long."""
 
 
 @dataclass(frozen=True)
@@ -34,21 +34,20 @@ class Tolerance:
 
 
 FLOAT32 = Tolerance(1e-3, 1e-4)
-"""The same sums in another order: at most 5e-6 and 6e-7 were measured for outputs, 6e-5 and 7e-7 for gradients."""
+"""Allows another order of sums. Measured: at most 5e-6 and 6e-7 for outputs, 6e-5 and 7e-7 for gradients."""
 BFLOAT16 = Tolerance(0.25, 0.03)
-"""A rounding is 2^-9 of a value; a value of five standard deviations is rounded about six times."""
+"""Allows six roundings, each by 2^-9 of a value, of a value of five standard deviations; and more."""
 
 
-def tolerance_of(dtype: torch.dtype, layers: int = 1) -> Tolerance:
-    """Return the tolerance for outputs in a dtype; differences of layers add up like a random walk."""
-    one = FLOAT32 if dtype == torch.float32 else BFLOAT16
-    return Tolerance(one.largest * layers**0.5, one.mean * layers**0.5)
+def tolerance_of(dtype: torch.dtype) -> Tolerance:
+    """Return the tolerance for outputs in a dtype."""
+    return FLOAT32 if dtype == torch.float32 else BFLOAT16
 
 
-def tolerance_of_gradients(dtype: torch.dtype, layers: int = 1) -> Tolerance:
-    """Return the tolerance for gradients, which are sums over many tokens."""
-    one = tolerance_of(dtype, layers)
-    return Tolerance(20 * one.largest, 3 * one.mean)
+def tolerance_of_gradients(dtype: torch.dtype) -> Tolerance:
+    """Return the tolerance for gradients, which is larger, as gradients are sums over many tokens."""
+    outputs = tolerance_of(dtype)
+    return Tolerance(20 * outputs.largest, 3 * outputs.mean)
 
 
 @dataclass
@@ -57,12 +56,13 @@ class Case:
 
     Attributes:
         name: unique in its group.
-        runs: by contestant, what computes it once and returns a tensor or a list of tensors to compare.
-        tolerance: for the outputs; None where contestants compute different functions.
-        reference: the contestant whose time and outputs the others' are measured by.
-        at_most: limits of contestants' times over the reference's.
-        memory_at_most: limits of their peak memory over the reference's. Memory is measured only where there are any.
-        parts: number of equal parts of each run, such as tokens; times are those of one.
+        runs: by contestant, a function that computes once and returns a tensor or a list of tensors to compare.
+        tolerance: for the outputs; None if contestants compute different functions, as quantized models do.
+        reference: the contestant with whose time, memory and outputs all are compared.
+        at_most: by contestant, the largest allowed time over the reference's.
+        memory_at_most: by contestant, the largest allowed peak memory over the reference's. Memory is measured only if
+            this has an entry.
+        parts: number of equal parts of a run, such as tokens; the recorded times are those of one part.
         before: called before each run whose memory is measured.
     """
 
@@ -83,8 +83,9 @@ class LeftOut(Exception):
 class ProcessorClock:
     """A clock of processor time that fills the caches with other data before each sample.
 
-    In a model, a layer's weights have left the caches before the layer runs again. In repeated runs of one layer they
-    would stay, which favours contestants that read little. Processor time excludes other load on the machine.
+    In a model, a layer's weights have left the caches before the layer runs again. Without the other data, they would
+    stay in the caches between runs, and runs would be faster than in a model. Processor time excludes other load on
+    the machine.
     """
 
     def __init__(self, cache_bytes: int | None = None):
@@ -134,9 +135,9 @@ def measure(case: Case, clock: Clock, rounds: int = ROUNDS) -> dict:
     """Compare outputs, memory and time of a case's contestants.
 
     Returns:
-        the case's name, and by contestant the seconds of all rounds with their median, the median of the ratios to the
-        reference within rounds (a slow phase of the machine slows both), and the peak memory; the limits and
-        `failures`: contestants that raise, outputs that differ.
+        the case's name and limits; for each contestant the seconds of all rounds with their median, the median over
+        rounds of the ratio to the reference in the same round (as a slow phase of the machine slows both), and the peak
+        memory; and `failures`, which lists contestants that raised and outputs that differ.
     """
     rows: dict[str, dict] = {}
     failures: list[str] = []
@@ -219,10 +220,10 @@ def difference(given: list[torch.Tensor], expected: list[torch.Tensor]) -> tuple
 
 
 def peak_of(run: Callable[[], Any], device: torch.device) -> tuple[Any, int]:
-    """Run once; return the result and the largest memory in bytes above what was held before.
+    """Run once; return the result, and the bytes by which memory was larger at its peak than before.
 
-    On a CPU it is the running sum of what torch's allocator gave out, as the profiler records it: scratch space inside
-    operators included, the allocator's caches and mapped files not. On CUDA it is the counter of torch's allocator.
+    On a CPU, torch's profiler records what torch's allocator hands out, scratch space of operators included, but not
+    mapped files. On CUDA, the allocator itself counts.
     """
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -241,7 +242,7 @@ def peak_of(run: Callable[[], Any], device: torch.device) -> tuple[Any, int]:
     for _, nbytes in sorted(changes, key=lambda change: change[0]):
         held += nbytes
         peak = max(peak, held)
-    # Memory that did not come from the allocator, such as mapped gradients of experts.
+    # Add memory that torch's allocator did not hand out, such as mapped gradients of experts.
     storages = [tensor.untyped_storage() for tensor in tensors_of(result)]
     foreign = {storage.data_ptr(): storage.nbytes() for storage in storages if not storage.resizable()}
     return result, peak + sum(foreign.values())
@@ -255,7 +256,7 @@ def free(device: torch.device) -> None:
 
 
 def measured(group: Iterator[Case | dict], clock: Clock, rounds: int = ROUNDS) -> Iterator[dict]:
-    """Measure each case of a group; a case that measured itself in another process comes as its result."""
+    """Yield the result of each case; a group that measures in other processes yields results itself."""
     for case in group:
         yield case if isinstance(case, dict) else measure(case, clock, rounds)
         del case

@@ -1,8 +1,8 @@
 """Run a saved model in llama.cpp, from GGUF files in bfloat16, q8_0, q4_0 and q4_1.
 
-llama.cpp's converter, which makes the files, is part of its sources and not of llama-cpp-python:
-`LLAMA_CPP_CONVERTER` in the environment is the path of convert_hf_to_gguf.py, with the folders gguf-py and conversion
-beside it. The head stays in bfloat16 in all types, as in our models; norms and routers stay in float32.
+llama.cpp's converter, which makes the files, is in llama.cpp's sources and not in llama-cpp-python. Set the environment
+variable `LLAMA_CPP_CONVERTER` to the path of convert_hf_to_gguf.py, beside which the folders gguf-py and conversion
+must lie. The head stays in bfloat16 in all types, as in our models; norms and routers stay in float32.
 """
 
 import ctypes
@@ -63,18 +63,18 @@ def make_files(model: Path) -> dict[str, Path]:
 
 
 class LlamaCppModel:
-    """A model in llama.cpp, loaded from a GGUF file, on one thread.
+    """A model in llama.cpp, loaded from a GGUF file; all runs are in a thread of its own.
 
-    All runs are in one thread: llama.cpp sets the registers of AMX up once a thread, and oneDNN releases them.
+    llama.cpp sets up the registers of AMX once in a thread, and oneDNN, which torch uses in the main thread, releases
+    them there.
     """
 
     def __init__(self, path: Path):
         import llama_cpp
 
-        options = dict(
-            n_ctx=CONTEXT, n_batch=CONTEXT, n_ubatch=512, n_threads=1, n_threads_batch=1, verbose=False
-        )
-        self.model = llama_cpp.Llama(str(path), **options)
+        sizes = dict(n_ctx=CONTEXT, n_batch=CONTEXT, n_ubatch=512)
+        threads = dict(n_threads=1, n_threads_batch=1)
+        self.model = llama_cpp.Llama(str(path), logits_all=True, verbose=False, **sizes, **threads)
         self._thread = ThreadPoolExecutor(1)
 
     def token(self, ids: list[int], steps: int) -> Callable[[], None]:
@@ -89,7 +89,7 @@ class LlamaCppModel:
         return lambda: self._thread.submit(run).result()
 
     def prompt(self, ids: list[int]) -> Callable[[], None]:
-        """Return a function that computes a prompt."""
+        """Return a function that computes the logits of all tokens of a prompt."""
         return lambda: self._thread.submit(self._read, ids).result()
 
     def _read(self, ids: list[int]) -> None:

@@ -21,24 +21,26 @@ PACKAGES = {
     "triton": "triton",
     "llama_cpp_python": "llama_cpp",
 }
-"""Distribution to module."""
+"""Names of distributions whose versions are recorded, and of their modules."""
 
 HELD_TO_AVX2 = {
     "ATEN_CPU_CAPABILITY": "avx2",
     "ONEDNN_MAX_CPU_ISA": "AVX2",
     "MKL_ENABLE_INSTRUCTIONS": "AVX2",
 }
-"""What `make bench CPU=avx2` sets, so that one machine shows two kinds: torch, oneDNN and MKL read it when they start,
-and our kernels follow torch. What llama.cpp uses was decided when it was built."""
+"""Environment variables that `make bench CPU=avx2` sets, so that one machine measures as two kinds of processors.
+
+torch, oneDNN and MKL read them when they start, and our kernels follow torch. llama.cpp uses the instructions that it
+was built for."""
 
 
 def is_held_to_avx2() -> bool:
-    """Return True if this process was started to use AVX2 only, on a processor that may have more."""
+    """Return True if the environment limits this process to AVX2."""
     return all(os.environ.get(name) == value for name, value in HELD_TO_AVX2.items())
 
 
 def kind_of_processor() -> str:
-    """Return the processor's kind, by which results are filed: "avx2", "avx512", "amx", or "cpu" for any other."""
+    """Return the processor's kind, which names the file of results: "avx2", "avx512", "amx", or "cpu" for any other."""
     capability = torch.backends.cpu.get_cpu_capability().lower()
     if capability == "avx512" and torch.cpu.get_capabilities().get("amx_bf16"):
         return "amx"
@@ -87,7 +89,7 @@ def about_line(about: dict) -> str:
 
 def bytes_per_second(clock: Clock, nbytes: int) -> float:
     """Measure the rate of copying a tensor of `nbytes`, reads and writes counted; the median of five samples."""
-    # Ones, since fresh zeros may all map to a single page of the system.
+    # Zeros would not do: the system may map all of their pages to one.
     source = torch.ones(nbytes, dtype=torch.uint8, device=clock.device)
     target = torch.empty_like(source)
     target.copy_(source)

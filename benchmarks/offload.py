@@ -1,9 +1,9 @@
 """Measure the time of a token of a mixture whose experts are on disk, with memory for a part of them.
 
-Contestants are processes of their own on the same folder: all experts in memory, ours with offloaded experts, and
-accelerate's offload of the same experts, which has no memory for them. What the page cache has of the files is dropped
-before each process, and before each token of accelerate's. Time is wall time; bytes are those that the kernel read for
-the process. Routing is drawn by Zipf's law, since random routers say nothing of trained ones.
+Each contestant is a process on the same folder: one with all experts in memory, ours with offloaded experts, and
+accelerate's offloading of the same experts, which keeps none in memory. The folder's files are dropped from the page
+cache before each process, and for accelerate before each token. Time is wall time; bytes are those that the kernel read
+for the process. Experts are chosen by Zipf's law, as random routers would choose all equally often.
 """
 
 import hashlib
@@ -28,6 +28,7 @@ from .processes import bytes_read, counted, forget, in_process, status
 
 RESIDENT, ACCELERATE = "in memory", "accelerate"
 CONTESTANTS = (RESIDENT, OURS, ACCELERATE)
+# Exponent of Zipf's law: the expert of rank r is chosen in proportion to r ** -ZIPF.
 ZIPF = 1.2
 
 
@@ -37,10 +38,10 @@ class LargeMixture:
 
     Attributes:
         hidden: hidden size.
-        expert: inner size of an expert, also of the shared one.
+        expert: intermediate size of an expert, also of the shared one.
         layers: number of layers.
-        experts: experts of a layer.
-        vocabulary: rows of embedding and head.
+        experts: number of experts in each layer.
+        vocabulary: number of rows of embedding and head.
     """
 
     hidden: int
@@ -90,7 +91,7 @@ class LargeMixture:
 def offload(
     mixture: LargeMixture, share: float = 0.25, warm: int = 96, tokens: int = 64, rounds: int = 3
 ) -> Iterator[dict]:
-    """Decode `tokens` tokens after `warm` ones that fill the expert cache, which holds a share of the experts."""
+    """Yield the result of decoding `tokens` tokens after `warm` ones, with a cache for a share of the experts."""
     room = int(share * mixture.layers * mixture.experts) * mixture.expert_bytes
     with tempfile.TemporaryDirectory() as folder:
         mixture.save(Path(folder))
@@ -106,7 +107,7 @@ def offload(
             failures.append(f"{who}: {reason}")
             continue
         # The fastest round of each token, since wall time includes other load on the machine.
-        seconds = [min(each) for each in zip(*(run["seconds"] for run in its), strict=True)]
+        seconds = [min(rounds) for rounds in zip(*(run["seconds"] for run in its), strict=True)]
         rows[who] = {**its[0], "seconds": seconds, "median": statistics.median(seconds)}
     for row in rows.values():
         row["ratio"] = sum(row["seconds"]) / sum(rows.get(RESIDENT, row)["seconds"])
@@ -121,7 +122,7 @@ def offload(
         if over > 1.02:
             failures.append(f"bytes read over bytes of missed experts are {over:.3f}, at most 1.02")
     if {RESIDENT, ACCELERATE} <= rows.keys():
-        # Modules with accelerate's hooks use other kernels, which round differently.
+        # Modules with accelerate's hooks do not use our kernels, so that results are rounded differently.
         given, expected = ([torch.tensor(rows[who]["first"])] for who in (ACCELERATE, RESIDENT))
         if difference(given, expected)[0] > BFLOAT16.largest:
             failures.append(f"{ACCELERATE} differs from {RESIDENT}")
@@ -147,7 +148,7 @@ def load(who: str, folder: Path, budget: int) -> PreTrainedModel:
     if who == RESIDENT:
         for experts in layers.values():
             for parameter in experts.parameters():
-                # Copied into memory, since loaded weights are mapped from the file.
+                # Loaded weights are mapped from the file; a copy is in memory.
                 parameter.data = parameter.data.clone()
         return model
     files = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
@@ -162,7 +163,7 @@ def load(who: str, folder: Path, budget: int) -> PreTrainedModel:
 
 
 def draw_routing(model: PreTrainedModel) -> None:
-    """Replace the routers' choices by experts drawn by Zipf's law; each layer has its own order of experts."""
+    """Replace the routers' choices by experts drawn by Zipf's law, with other frequent experts in each layer."""
     generator = torch.Generator().manual_seed(1)
     for router in model.modules():
         if isinstance(router, Router):

@@ -44,11 +44,11 @@ def counted(model: Any, name: str) -> int:
 
 
 def forget(folder: Path) -> None:
-    """Drop the files of a folder from the page cache, as far as no process maps them."""
+    """Drop the safetensors files of a folder from the page cache, except for pages that a process maps."""
     for path in folder.glob("*.safetensors"):
         descriptor = os.open(path, os.O_RDONLY)
         try:
-            # Pages that were just written can be dropped once they are on the drive.
+            # Pages can be dropped only after they are written to the drive.
             os.fdatasync(descriptor)
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         finally:

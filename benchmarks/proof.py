@@ -1,4 +1,4 @@
-"""What `benchmarks.prove_gpu` records: measured values with their limits, the device, and the page of results."""
+"""Record the values that `benchmarks.prove_gpu` measures, with their limits, and write the page of results."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 import llamoe
 
@@ -20,6 +21,11 @@ TINY = dict(vocab_size=101, hidden_size=96, intermediate_size=128, head_dim=16, 
     num_attention_heads=4, num_key_value_heads=2, bos_token_id=None, eos_token_id=None, pad_token_id=None
 )
 """Sizes that replace Scout's with `--small`."""
+
+
+def nbytes(module: nn.Module) -> int:
+    """Return the bytes of a module's parameters and buffers."""
+    return sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
 
 
 @dataclass
@@ -43,10 +49,10 @@ class Proof:
     """A run of the proof.
 
     Attributes:
-        device: that is tested.
-        small: whether models have small sizes, as on a CPU.
-        folder: for temporary files.
-        checks: all measured values so far.
+        device: the device that is tested.
+        small: True if models have small sizes, as on a CPU.
+        folder: a temporary folder.
+        checks: all values so far.
         step: name of the running step.
     """
 
@@ -72,7 +78,7 @@ class Proof:
         self.checks.append(Check(self.step, what, value, limit, passed))
 
     def seconds(self, run: Callable[[], Any], repeats: int = 5) -> float:
-        """Return the seconds of the fastest of several runs; a GPU replays a CUDA graph of the run."""
+        """Return the seconds of a run, the least mean of three samples; a GPU replays a CUDA graph of the run."""
         run()
         if self.is_cuda:
             side = torch.cuda.Stream()
@@ -106,7 +112,7 @@ class Proof:
         return Setting(self.device, torch.bfloat16 if self.has_bfloat16 else torch.float16)
 
     def layers(self, wanted: int) -> int:
-        """Return how many bfloat16 layers of Scout's sizes fit into half of the GPU's memory; at most `wanted`."""
+        """Return the number of Scout's layers in bfloat16 that fit into half of the GPU's memory, at most `wanted`."""
         if self.small:
             return wanted
         room = torch.cuda.get_device_properties(self.device).total_memory / 2 - _EMBEDDINGS

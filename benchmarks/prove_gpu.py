@@ -1,20 +1,19 @@
-"""Prove on one GPU that llamoe's kernels, formats, offloading, training and memory are right. Ten minutes on an H100.
+"""Prove on one GPU that llamoe's kernels, formats, offloading, training and memory are right (ten minutes on an H100).
 
     make gpu                                  # or python -m benchmarks.prove_gpu
     python -m benchmarks.prove_gpu --steps parity formats
     python -m benchmarks.prove_gpu --small    # the same ten steps in small sizes on a CPU, to test this program
 
-Each step compares the GPU's result with another one: of the CPU in float32, of the plain formula, of unpacked weights,
-of a model without offloading; or a number with a limit. Times and bandwidths are only recorded. The exit status is 0 if
-nothing failed, 1 if something did, 2 without a CUDA device. Results go to results/prove_gpu.json and .md, with date,
-GPU and versions.
+Each step compares the GPU's result with a reference (the CPU in float32, the plain formula, dequantized weights, a
+model without offloading), or a number with a limit. Most times and bandwidths are only recorded. The exit status is 0
+if nothing failed, 1 if something failed, 2 without a CUDA device. Results go to results/prove_gpu.json and .md, with
+date, GPU and versions.
 """
 
 import argparse
 import copy
 import gc
 import json
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,6 +23,7 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -31,14 +31,15 @@ from torch import nn
 import llamoe
 from llamoe.modeling.kernels import kernel_failures
 from llamoe.modeling.moe import Experts
+from llamoe.modeling.offload import memory, store
 
 from .harness import free, peak_of
 from .machine import bytes_per_second, describe
-from .proof import Check, Proof, page
+from .proof import Check, Proof, nbytes, page
 from .small_models import adapted, configs, inputs_of, saved, small_model
+from .two_cards import cards_together
 
-ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "benchmarks/results"
+RESULTS = Path(__file__).parent / "results"
 TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.05}
 """Largest allowed difference of the median token's logits from the CPU's in float32, in standard deviations."""
 COPIED = 1 << 32
@@ -52,9 +53,10 @@ MOST_PINNED = 1.1
 LENGTHS = (8192, 32768)
 """Lengths of two prompts in tokens; the loss is computed over the shorter one."""
 MOST_GROWTH = 1.05
-"""Largest growth of memory from the short prompt to the long one, over the growth of the length: not quadratic."""
+"""Largest growth of memory from the short prompt to the long one, over the growth of their lengths: memory must grow in
+proportion to the length, not to its square."""
 MOST_OF_LOSS = 1.4
-"""Most memory in GB beside the weights of a loss over 8192 tokens. With all logits it would be 16.6."""
+"""Largest memory in GB, beside the weights, of a loss over 8192 tokens. All logits at once would take 16.6 GB."""
 
 
 def facts(proof: Proof) -> None:
@@ -75,7 +77,10 @@ def formats_here(proof: Proof) -> tuple[str, ...]:
 
 @torch.no_grad()
 def kernels(proof: Proof) -> None:
-    """Compare a mixture of Scout's sizes with the loop over experts in float32; time few rows by the bandwidth."""
+    """Compare a mixture of Scout's sizes with the loop over experts in float32.
+
+    Judge the bandwidth at which one row reads its expert's weights.
+    """
     rate = bytes_per_second(proof.clock(), COPIED if proof.is_cuda else 1 << 20)
     proof.say("GB a second of a copy", round(rate / 1e9))
     for weights in formats_here(proof):
@@ -92,10 +97,10 @@ def kernels(proof: Proof) -> None:
             run = partial(experts, x, ids, ones)
             expected = plain.loop_over_experts(x.float(), ids, ones.float())
             error = ((run() - expected).abs().max() / expected.abs().max()).item()
-            # bfloat16 has 8 significant bits: inputs, weights and results are rounded to them.
+            # Inputs, weights and results are rounded to bfloat16's 8 significant bits.
             proof.judge(f"{weights}, {rows} rows: largest error", error, most=0.03)
             if proof.is_cuda and rows <= 64:
-                read = min(1, ids.unique().numel() / experts.num_experts) * _nbytes(experts)
+                read = min(1, ids.unique().numel() / experts.num_experts) * nbytes(experts)
                 share = read / proof.seconds(run) / rate
                 # llamoe's kernel needs bfloat16, and does not read bitsandbytes' format.
                 has_kernel = proof.has_bfloat16 and weights != "nf4"
@@ -103,10 +108,6 @@ def kernels(proof: Proof) -> None:
                 proof.judge(f"{weights}, {rows} rows: share of the bandwidth", share, least=least)
         del model, experts, plain
         free(proof.device)
-
-
-def _nbytes(module: nn.Module) -> int:
-    return sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
 
 
 def parity(proof: Proof) -> None:
@@ -134,12 +135,12 @@ def parity(proof: Proof) -> None:
             name = f"{family}, {str(dtype).removeprefix('torch.')}"
             proof.judge(f"{name}: logits of the median token", error, most=tolerance)
             pairs = zip(reference.parameters(), model.parameters(), strict=True)
-            apart = max(_apart(b.grad.float().cpu(), a.grad) for a, b in pairs if a.grad is not None)
+            error = max(_distance(b.grad.float().cpu(), a.grad) for a, b in pairs if a.grad is not None)
             if dtype == torch.float32:
-                proof.judge(f"{name}: gradients", apart, most=tolerance)
+                proof.judge(f"{name}: gradients", error, most=tolerance)
             else:
-                # A token that rounding sends to another expert changes whole gradients.
-                proof.say(f"{name}: gradients", apart)
+                # Recorded only: if rounding sends one token to another expert, whole gradients differ.
+                proof.say(f"{name}: gradients", error)
         if family in ("dense", "mixtral", "llama4"):
             _judge_tokens(proof, family)
     proof.judge("kernels that failed their check", len(kernel_failures()), most=0)
@@ -164,7 +165,8 @@ def _judge_tokens(proof: Proof, family: str) -> None:
             proof.judge(name, error, most=tolerance)
 
 
-def _apart(given: torch.Tensor, expected: torch.Tensor) -> float:
+def _distance(given: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return the norm of the difference over the norm of the expected tensor."""
     return ((given - expected).norm() / expected.norm().clamp(min=1e-12)).item()
 
 
@@ -237,51 +239,46 @@ def _step_seconds(proof: Proof, model: Any) -> float:
 
 @torch.no_grad()
 def offload(proof: Proof) -> None:
-    """Compare a model with experts in RAM or on disk with a resident one.
+    """Compare a model with experts in RAM or on disk with a resident one."""
+    resident = llamoe.LlamoeForCausalLM.from_pretrained(
+        saved(proof.folder, "llama4"), device_map={"": proof.device}
+    ).eval()
+    # Few rows would be computed in RAM. With a limit of 0 rows every expert is copied to the GPU.
+    with mock.patch.object(store, "_MAX_ROWS_IN_RAM", 0):
+        for place in ("cpu", "disk") if proof.is_cuda else ("disk",):
+            _judge_offloaded(proof, place, resident)
+
+
+def _judge_offloaded(proof: Proof, place: str, resident: Any) -> None:
+    """Judge a model with experts on "cpu" or "disk".
 
     Logits of random inputs must be equal bit by bit, pinned memory must stay below its limit, and copies that run while
     the model is deleted must not write into memory that is allocated afterwards.
     """
-    from llamoe.modeling.offload import memory, store
-
-    folder, passes = saved(proof.folder, "llama4"), 20 if proof.small else 200
-    resident = llamoe.LlamoeForCausalLM.from_pretrained(folder, device_map={"": proof.device}).eval()
     generator = torch.Generator().manual_seed(3)
-    asked = [0]
-    original = memory.pinned
-
-    def pinned(size: int) -> torch.Tensor:
-        asked[0] += size
-        return original(size)
-
-    for place in ("cpu", "disk") if proof.is_cuda else ("disk",):
-        # With no row computed in RAM, every expert is copied to the card.
-        memory.pinned, store._MAX_ROWS_IN_RAM = pinned, 0
-        try:
-            model = llamoe.LlamoeForCausalLM.from_pretrained(
-                folder, device_map={"": proof.device, "experts": place}, experts_memory="600KB"
-            ).eval()
-        finally:
-            memory.pinned = original
-        if place == "cpu":
-            stacks = sum(_nbytes(module) for module in resident.modules() if isinstance(module, Experts))
-            proof.judge(
-                "experts in RAM: pinned bytes over the experts' bytes", asked[0] / stacks, most=MOST_PINNED
-            )
-        different = 0
-        for _ in range(passes):
-            length = int(torch.randint(1, 9, (), generator=generator))
-            ids = torch.randint(3, 490, (2, length), generator=generator).to(proof.device)
-            different += not torch.equal(model(ids).logits, resident(ids).logits)
-        proof.judge(f"experts on {place}: forward passes of {passes} that differ", different, most=0)
-        model(ids)
-        # Copies may still run. The tensor that is allocated next may get their memory, and must stay zero.
-        del model
-        gc.collect()
-        fresh = torch.zeros(1 << 20, device=proof.device)
-        proof.judge(
-            f"experts on {place}: bytes written after its deletion", int(fresh.count_nonzero()), most=0
-        )
+    pinned = mock.Mock(side_effect=memory.pinned)
+    with mock.patch.object(memory, "pinned", pinned), mock.patch.object(store, "pinned", pinned):
+        model = llamoe.LlamoeForCausalLM.from_pretrained(
+            saved(proof.folder, "llama4"),
+            device_map={"": proof.device, "experts": place},
+            experts_memory="600KB",
+        ).eval()
+    if place == "cpu":
+        size = sum(call.args[0] for call in pinned.call_args_list)
+        stacks = sum(nbytes(module) for module in resident.modules() if isinstance(module, Experts))
+        proof.judge("experts in RAM: pinned bytes over the experts' bytes", size / stacks, most=MOST_PINNED)
+    forwards, different = 20 if proof.small else 200, 0
+    for _ in range(forwards):
+        length = int(torch.randint(1, 9, (), generator=generator))
+        ids = torch.randint(3, 490, (2, length), generator=generator).to(proof.device)
+        different += not torch.equal(model(ids).logits, resident(ids).logits)
+    proof.judge(f"experts on {place}: forward passes of {forwards} that differ", different, most=0)
+    model(ids)
+    # Copies may still run while the model is deleted. The next tensor may get their memory, and must stay zero.
+    del model
+    gc.collect()
+    fresh = torch.zeros(1 << 20, device=proof.device)
+    proof.judge(f"experts on {place}: bytes written after its deletion", int(fresh.count_nonzero()), most=0)
 
 
 def trains(proof: Proof) -> None:
@@ -335,7 +332,7 @@ def _operators(run: Callable[[], Any]) -> set[str]:
 
 @torch.no_grad()
 def speed(proof: Proof) -> None:
-    """Record the time of a token and the share of the bandwidth it uses; judge int8 and int4 beside bfloat16."""
+    """Record a token's time and the share of the bandwidth that it uses; judge the time of int8 and int4."""
     rate = bytes_per_second(proof.clock(), COPIED if proof.is_cuda else 1 << 20)
     layers = 2 if proof.small else proof.layers(8)
     times = {}
@@ -343,51 +340,18 @@ def speed(proof: Proof) -> None:
         model = proof.model(layers, weights)
         times[weights] = seconds = _step_seconds(proof, model)
         experts = [module for module in model.modules() if isinstance(module, Experts)]
-        idle = sum(_nbytes(stack) * (1 - 1 / stack.num_experts) for stack in experts)
-        read = _nbytes(model) - _nbytes(model.get_input_embeddings()) - idle
+        idle = sum(nbytes(stack) * (1 - 1 / stack.num_experts) for stack in experts)
+        read = nbytes(model) - nbytes(model.get_input_embeddings()) - idle
         proof.say(f"{weights}: milliseconds a token and layer", round(1e3 * seconds / layers, 3))
         proof.say(f"{weights}: share of the bandwidth", round(read / seconds / rate, 3))
         name, ratio = f"{weights}: time of a step over bf16's", seconds / times["bf16"]
-        # The CPU proves no speed, and bitsandbytes' experts are unpacked for each product.
+        # Judge no speed on a CPU, nor that of bitsandbytes' experts, which are dequantized for each product.
         if proof.is_cuda and weights in ("int8", "int4"):
             proof.judge(name, ratio, most=MOST_TIME)
         elif weights != "bf16":
             proof.say(name, ratio)
         del model, experts
         free(proof.device)
-
-
-@torch.no_grad()
-def cards_together(proof: Proof) -> None:
-    """Compare two cards with one: `device_map="auto"`, tensor and expert parallelism, FSDP2."""
-    count = torch.cuda.device_count() if proof.is_cuda else 0
-    proof.say("cards", count)
-    if proof.is_cuda and count < 2:
-        return
-    folder = saved(proof.folder, "llama4")
-    if proof.is_cuda:
-        inputs = {name: each.to(proof.device) for name, each in inputs_of("llama4").items()}
-        one = llamoe.LlamoeForCausalLM.from_pretrained(folder, device_map={"": proof.device}).eval()
-        some = _nbytes(one) // 2 + (1 << 20)
-        two = llamoe.LlamoeForCausalLM.from_pretrained(
-            folder, device_map="auto", max_memory={0: some, 1: 8 * some}
-        ).eval()
-        places = {str(weight.device) for weight in two.parameters()}
-        proof.judge("cards that have weights", len(places), least=2)
-        error = (one(**inputs).logits - two(**inputs).logits.to(proof.device)).abs().max().item()
-        proof.judge("largest difference from one card", error, most=1e-4)
-        del one, two
-        free(proof.device)
-    results = proof.folder / "two_cards.json"
-    words = ["-m", "benchmarks.two_cards", str(folder), str(results), *([] if proof.is_cuda else ["--cpu"])]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *words]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
-    if done.returncode:
-        raise RuntimeError(f"two processes: {done.stderr.strip()[-200:]}")
-    for kind, found in json.loads(results.read_text()).items():
-        proof.judge(f"{kind}: largest difference of logits from one process", found["before"], most=1e-4)
-        proof.judge(f"{kind}: the same after a step of training", found["after"], most=1e-3)
-        proof.judge(f"{kind}: share of the weights that a process has", found["kept"], most=0.75)
 
 
 STEPS: dict[str, Callable[[Proof], None]] = {

@@ -1,16 +1,15 @@
-"""Run a model of a published size on this machine as a user would, and compare its plan with what is measured.
+"""Run a model of a published size on this machine as a user would, and compare the plan with measurements.
 
     python -m benchmarks.published_sizes                      # Mixtral 8x7B in int4: 25 GB of disk, 12 GB of memory
     python -m benchmarks.published_sizes --preset llama-4-scout --ram 20GB
     python -m benchmarks.published_sizes --preset llama-4-scout --ram 20GB --weights w4a16    # as it is downloaded
 
-Nothing is downloaded: the folder's numbers are drawn (`drawn_folders`). It is removed afterwards. Then one process does
-what a user does: plan, load, a prompt and new tokens, a long prompt, steps of LoRA with routed experts, save, load
-again. Routing is what random weights make of it, close to even.
+Nothing is downloaded: `drawn_folders` writes a folder of random weights, which is removed at the end. In between one
+process does what a user does: plan, load, generate after a prompt, compute a long prompt, train LoRA with routed
+experts, save, and load again. With random weights all experts are chosen about equally often.
 
-Bytes are those that the kernel read for the process (`/proc/self/io`); the peak is the process's, mapped pages among
-it. "While misses are read" is the time in which a thread waits for the drive. Memory for the resident weights is
-written to once before they are loaded: a virtual machine may get it from its host only then.
+Bytes are those that the kernel read for the process (`/proc/self/io`). The peak is the process's resident memory, with
+pages of mapped files. "While misses are read" is the time in which at least one thread waits for the drive.
 """
 
 import argparse
@@ -45,7 +44,7 @@ RESULTS = Path(__file__).parent / "results"
 NEW_TOKENS, SHORT, LONG, STEPS, ROW, RANK = 16, 16, 256, 3, 32, 8
 # Seconds to wait after writing: a drive that is still storing its cache reads slower.
 SETTLING = 30
-# Figure to its least and its most allowed value; None for no limit.
+# The least and the largest allowed value of each figure; None for no limit.
 TARGETS: dict[str, tuple[float | None, float | None]] = {
     "load_seconds": (None, 20.0),
     "bytes_over_missed": (None, 1.02),
@@ -62,7 +61,7 @@ class Waiting:
         self.lock, self.running, self.since, self.seconds = threading.Lock(), 0, 0.0, 0.0
         fill = reading._File.fill
 
-        def watched(file, *args):
+        def timed(file, *args):
             with self.lock:
                 if not self.running:
                     self.since = time.perf_counter()
@@ -75,7 +74,7 @@ class Waiting:
                     if not self.running:
                         self.seconds += time.perf_counter() - self.since
 
-        reading._File.fill = watched  # type: ignore[method-assign]
+        reading._File.fill = timed  # type: ignore[method-assign]
 
 
 class Tokens(BaseStreamer):
@@ -106,16 +105,16 @@ def now(model: Any, waiting: Waiting) -> dict[str, float]:
 
 def between(first: dict[str, float], last: dict[str, float], expert_bytes: int) -> dict[str, float]:
     """Return the differences of all figures between two moments."""
-    found = {name: last[name] - first[name] for name in first}
-    missed = found["missed"] * expert_bytes
+    change = {name: last[name] - first[name] for name in first}
+    missed = change["missed"] * expert_bytes
     return {
-        "seconds": found["seconds"],
-        "read_bytes": found["read"],
+        "seconds": change["seconds"],
+        "read_bytes": change["read"],
         "missed_bytes": missed,
-        "hit_rate": 1 - found["missed"] / found["asked"] if found["asked"] else None,
-        "read_over_missed": found["read"] / missed if missed else None,
-        "reading_seconds": found["reading"],
-        "reading_rate": found["read"] / found["reading"] if found["reading"] else None,
+        "hit_rate": 1 - change["missed"] / change["asked"] if change["asked"] else None,
+        "read_over_missed": change["read"] / missed if missed else None,
+        "reading_seconds": change["reading"],
+        "reading_rate": change["read"] / change["reading"] if change["reading"] else None,
     }
 
 
@@ -125,10 +124,9 @@ def read_config(folder: str) -> Any:
 
 
 def rates(folder: str) -> dict[str, Any]:
-    """Measure this machine's bandwidths, the drive's three times; run in a separate process for its memory."""
-    found = llamoe.measure_bandwidths(folder)
-    drive = [found.drive, *(llamoe.measure_bandwidths(folder).drive for _ in range(2))]
-    return {**vars(found), "drive": statistics.median(map(float, drive))}
+    """Measure this machine's bandwidths, the drive's as the median of three; called in another process than `run`."""
+    measured = [llamoe.measure_bandwidths(folder) for _ in range(3)]
+    return {**vars(measured[0]), "drive": statistics.median(float(one.drive) for one in measured)}
 
 
 def run(
@@ -219,7 +217,7 @@ def run(
         del adapters, optimizer, model, loss, streamer
         gc.collect()
         if kept() is not None:
-            raise RuntimeError("the model is still referenced, and two do not fit into memory")
+            raise RuntimeError("the model is still referenced, and memory is too small to load a second one")
         begun = time.perf_counter()
         again = PeftModel.from_pretrained(load(), saved).eval()
         found["reload_seconds"] = time.perf_counter() - begun
@@ -232,8 +230,8 @@ def run(
 def touch(nbytes: int) -> dict[str, float]:
     """Write to new memory and free it; return bytes and seconds.
 
-    A virtual machine may get memory from its host only when it is first written, slower than a drive is read. That is
-    not time of loading.
+    A virtual machine may get memory from its host only when it first writes to it, more slowly than it reads the drive.
+    After this call that time does not count as time of loading.
     """
     begun, block = time.perf_counter(), 1 << 28
     memory = [
@@ -265,7 +263,7 @@ def judge(found: dict[str, Any]) -> dict[str, tuple[float, bool]]:
     judged = {}
     for name, figure in figures.items():
         least, most = TARGETS[name]
-        # If all experts fit into memory, nothing is read.
+        # A figure is None if all experts fit into memory, so that nothing is read.
         met = figure is None or ((least is None or figure >= least) and (most is None or figure <= most))
         judged[name] = (figure, met)
     return judged
@@ -359,11 +357,14 @@ def _percent(share: float | None) -> str:
 
 
 def measure(
-    config: LlamoeBaseConfig, weights: str, place: Path, **given: Any
+    config: LlamoeBaseConfig, weights: str, parent: Path, **given: Any
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Write a folder in `place`, measure it in a new process, and remove it; return the figures of both."""
-    place.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=place) as name:
+    """Write a model's folder in `parent`, run it in a new process, and remove it.
+
+    Return the figures of writing and of running; `given` are arguments of `run`.
+    """
+    parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=parent) as name:
         written = write(config, Path(name) / "model", weights)
         folder = str(Path(name) / "model")
         forget(Path(folder))

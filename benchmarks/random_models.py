@@ -1,6 +1,6 @@
-"""Build models of random weights, packed by the quantizer that `from_pretrained` would call, without files.
+"""Build models with random weights without files, packed by the quantizer that `from_pretrained` would use.
 
-Of each shape one matrix is quantized. All layers and experts get its codes, each with different scales, so that the
+Only one matrix of each shape is quantized; all layers and experts get copies of its codes with different scales. So the
 model never exists in 16 bits, which might not fit into memory.
 """
 
@@ -23,7 +23,7 @@ STD = 0.02
 
 
 def build(setting: Setting, config: Any, weights: str) -> PreTrainedModel:
-    """Return a model of random weights: "float32", "bf16", "int8", "int4" or "nf4"."""
+    """Build a model with random weights in "bf16" (the setting's dtype), "int8", "int4" or "nf4"."""
     with torch.device("meta"):
         model = model_class(config)(config)
     quantizer: Any = None
@@ -37,25 +37,25 @@ def build(setting: Setting, config: Any, weights: str) -> PreTrainedModel:
     model.to(setting.dtype)
     if quantizer is not None:
         quantizer.preprocess_model(model, device_map=None)
-    made: dict[Any, list[torch.Tensor]] = {}
+    quantized: dict[Any, list[torch.Tensor]] = {}
     for module in model.modules():
-        _fill(module, setting, made)
+        _fill(module, setting, quantized)
     assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
     if quantizer is not None:
         quantizer.postprocess_model(model)
     return model.eval()
 
 
-def _fill(module: nn.Module, setting: Setting, made: dict[Any, list[torch.Tensor]]) -> None:
-    """Fill a module's own weights with random numbers; `made` keeps the quantized ones."""
+def _fill(module: nn.Module, setting: Setting, quantized: dict[Any, list[torch.Tensor]]) -> None:
+    """Fill a module's weights with random numbers; `quantized` keeps one matrix of each format and shape."""
 
     def packed(name: str, form: Format, sizes: tuple[int, ...], count: int) -> None:
-        if (form.key, sizes) not in made:
-            made[form.key, sizes] = form.quantize(STD * setting.randn(*sizes))
-        for suffix, part in zip(form.suffixes, made[form.key, sizes], strict=True):
+        if (form.key, sizes) not in quantized:
+            quantized[form.key, sizes] = form.quantize(STD * setting.randn(*sizes))
+        for suffix, part in zip(form.suffixes, quantized[form.key, sizes], strict=True):
             stack = part.expand(count, *part.shape).clone()
             if part.is_floating_point():
-                # Scales and offsets.
+                # Scales and offsets get different factors for each expert.
                 factors = torch.linspace(0.8, 1.2, count, device=part.device).to(part.dtype)
                 stack *= factors.view(-1, *[1] * part.dim())
             tensor = stack if isinstance(module, QuantizedExperts) else stack[0]

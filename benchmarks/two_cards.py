@@ -3,12 +3,14 @@
     torchrun --nproc-per-node 2 -m benchmarks.two_cards FOLDER RESULTS.json
     torchrun --nproc-per-node 2 -m benchmarks.two_cards FOLDER RESULTS.json --cpu
 
-`benchmarks.prove_gpu` starts them. FOLDER has a small model. RESULTS.json gets, for each kind of parallelism, the
-largest difference of logits before and after a step of training, and the largest share of weights in a process.
+`benchmarks.prove_gpu` calls `cards_together`, which starts the two processes. FOLDER has a small model. RESULTS.json
+gets, for each kind of parallelism, the largest difference of logits before and after a step of training, and the
+largest share of the weights that a process holds.
 """
 
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,12 +22,49 @@ from transformers.distributed import DistributedConfig
 
 import llamoe
 
+from .harness import free
+from .proof import Proof, nbytes
+from .small_models import inputs_of, saved
+
 KINDS = {
     "tensor parallel": DistributedConfig(tp_size=2),
     "expert parallel": DistributedConfig(tp_size=2, ep_size=2),
     "FSDP2": DistributedConfig(fsdp_size=2),
 }
 ROWS, LENGTH, LEARNING_RATE = 4, 29, 0.5
+
+
+@torch.no_grad()
+def cards_together(proof: Proof) -> None:
+    """Compare two cards with one: `device_map="auto"`, tensor and expert parallelism, FSDP2."""
+    count = torch.cuda.device_count() if proof.is_cuda else 0
+    proof.say("cards", count)
+    if proof.is_cuda and count < 2:
+        return
+    folder = saved(proof.folder, "llama4")
+    if proof.is_cuda:
+        inputs = {name: tensor.to(proof.device) for name, tensor in inputs_of("llama4").items()}
+        one = llamoe.LlamoeForCausalLM.from_pretrained(folder, device_map={"": proof.device}).eval()
+        half = nbytes(one) // 2 + (1 << 20)
+        two = llamoe.LlamoeForCausalLM.from_pretrained(
+            folder, device_map="auto", max_memory={0: half, 1: 8 * half}
+        ).eval()
+        places = {str(weight.device) for weight in two.parameters()}
+        proof.judge("cards that have weights", len(places), least=2)
+        error = (one(**inputs).logits - two(**inputs).logits.to(proof.device)).abs().max().item()
+        proof.judge("largest difference from one card", error, most=1e-4)
+        del one, two
+        free(proof.device)
+    results = proof.folder / "two_cards.json"
+    words = ["-m", "benchmarks.two_cards", str(folder), str(results), *([] if proof.is_cuda else ["--cpu"])]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[1])
+    if done.returncode:
+        raise RuntimeError(f"two processes: {done.stderr.strip()[-200:]}")
+    for kind, found in json.loads(results.read_text()).items():
+        proof.judge(f"{kind}: largest difference of logits from one process", found["before"], most=1e-4)
+        proof.judge(f"{kind}: the same after a step of training", found["after"], most=1e-3)
+        proof.judge(f"{kind}: share of the weights that a process has", found["kept"], most=0.75)
 
 
 def compare(folder: str, device: torch.device) -> dict[str, dict[str, float]]:
@@ -39,24 +78,24 @@ def compare(folder: str, device: torch.device) -> dict[str, dict[str, float]]:
     generator = torch.Generator().manual_seed(3)
     ids = torch.randint(3, one.config.vocab_size, (ROWS, LENGTH), generator=generator).to(device)
     expected = _before_and_after(one, ids)
-    found = {}
+    results = {}
     for kind, shared in KINDS.items():
         model = load(distributed_config=shared)
-        kept = sum(_own(weight).numel() for weight in model.parameters()) / whole
-        # Only under FSDP2 do processes compute different rows; it averages their gradients.
-        some = slice(None) if kind != "FSDP2" else slice(dist.get_rank(), None, dist.get_world_size())
-        pairs = zip(_before_and_after(model, ids[some]), expected, strict=True)
-        errors = [(logits - its[some]).abs().max() for logits, its in pairs]
+        kept = sum(_local(weight).numel() for weight in model.parameters()) / whole
+        # Under FSDP2 each process computes other rows, and gradients are averaged.
+        rows = slice(None) if kind != "FSDP2" else slice(dist.get_rank(), None, dist.get_world_size())
+        pairs = zip(_before_and_after(model, ids[rows]), expected, strict=True)
+        errors = [(logits - whole_logits[rows]).abs().max() for logits, whole_logits in pairs]
         largest = torch.stack([*errors, errors[0].new_tensor(kept)])
         dist.all_reduce(largest, dist.ReduceOp.MAX)
-        found[kind] = dict(zip(("before", "after", "kept"), largest.tolist(), strict=True))
-    return found
+        results[kind] = dict(zip(("before", "after", "kept"), largest.tolist(), strict=True))
+    return results
 
 
 def _before_and_after(model: Any, ids: torch.Tensor) -> list[torch.Tensor]:
     """Return logits before and after a training step."""
-    # Built first: after a forward pass without gradients FSDP2 leaves some weights gathered, and an optimizer
-    # built then would train the gathered copies.
+    # After a forward without gradients, FSDP2 leaves some weights gathered. An optimizer that is built then would train
+    # the gathered copies.
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     before = _logits(model, ids)
     model.train()(ids, labels=ids, use_cache=False).loss.backward()
@@ -69,7 +108,7 @@ def _logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
     return model.eval()(ids, use_cache=False).logits
 
 
-def _own(weight: torch.Tensor) -> torch.Tensor:
+def _local(weight: torch.Tensor) -> torch.Tensor:
     return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
@@ -81,9 +120,9 @@ def main() -> None:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     dist.init_process_group("gloo" if device.type == "cpu" else "nccl")
-    found = compare(folder, device)
+    figures = compare(folder, device)
     if dist.get_rank() == 0:
-        Path(results).write_text(json.dumps(found))
+        Path(results).write_text(json.dumps(figures))
     dist.destroy_process_group()
 
 

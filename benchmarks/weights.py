@@ -1,19 +1,19 @@
-"""Build modules and models of transformers and ours that share the same parameters, without copies."""
+"""Build mixture blocks of transformers and ours that share their parameters, and inputs for them."""
 
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import nn
-from transformers import Llama4TextConfig, MixtralConfig, PreTrainedConfig, PreTrainedModel
+from transformers import Llama4TextConfig, MixtralConfig
 from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
 import llamoe
 
 STEP = 8.0
-"""How far an input is moved towards an expert's row of the router, in standard deviations of the noise: far enough that
-every contestant chooses this expert in every dtype."""
+"""Distance by which `routed_rows` moves an input towards an expert's row of the router, in standard deviations of the
+input: far enough that every contestant chooses this expert in every dtype."""
 
 
 @dataclass(frozen=True)
@@ -38,21 +38,13 @@ class Setting:
         return torch.randint(0, vocabulary, (batch, length), generator=generator, device=self.device)
 
 
-def llama4_config(experts: int, layers: int = 1, **changes) -> Llama4TextConfig:
-    """Return a text model of Llama 4 in which every layer is a mixture; the head has Scout's share of the weights."""
-    fields = dict(hidden_size=512, intermediate_size=1024, intermediate_size_mlp=2048, head_dim=64) | dict(
-        num_hidden_layers=layers,
-        interleave_moe_layer_step=1,
-        num_local_experts=experts,
-        num_experts_per_tok=1,
-    )
-    fields |= dict(num_attention_heads=8, num_key_value_heads=2, vocab_size=2048, pad_token_id=None)
-    return Llama4TextConfig(**{**fields, "bos_token_id": None, "eos_token_id": None, **changes})
-
-
 def llama4_blocks(setting: Setting, experts: int) -> tuple[nn.Module, nn.Module]:
-    """Return a mixture block of transformers, and ours with the same parameters."""
-    config = llama4_config(experts)
+    """Return Llama 4's mixture block of transformers, and ours with the same parameters; one expert is chosen."""
+    config = Llama4TextConfig(
+        hidden_size=512, intermediate_size=1024, intermediate_size_mlp=2048, head_dim=64, num_hidden_layers=1,
+        interleave_moe_layer_step=1, num_local_experts=experts, num_experts_per_tok=1, num_attention_heads=8,
+        num_key_value_heads=2, vocab_size=2048, pad_token_id=None, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
     with made_in(setting):
         stock = Llama4TextMoe(config)
     draw_weights(stock, setting)
@@ -77,45 +69,12 @@ def mixtral_blocks(setting: Setting, experts: int = 8) -> tuple[nn.Module, nn.Mo
     return stock.eval(), ours.eval()
 
 
-def model_pair(
-    setting: Setting,
-    stock_class: type[PreTrainedModel],
-    our_class: type[PreTrainedModel],
-    config: PreTrainedConfig,
-) -> tuple[PreTrainedModel, PreTrainedModel]:
-    """Return a model of transformers, and ours with the same parameters.
-
-    All routers of a model are equal, and each vocabulary token's embedding points to one expert in every layer.
-    Otherwise bfloat16 would send some tokens to other experts on either side.
-    """
-    with made_in(setting):
-        stock = stock_class(config)
-    draw_weights(stock, setting)
-    routers = [module.router.weight for module in stock.modules() if hasattr(module, "router")]
-    if routers:
-        embedding = stock.get_input_embeddings().weight
-        wanted = torch.arange(len(embedding), device=setting.device) % len(routers[0])
-        with torch.no_grad():
-            for router in routers[1:]:
-                router.copy_(routers[0])
-            # Large compared with the layers' outputs, so that it decides the router's choice.
-            embedding.copy_(4 * steered(embedding, routers[0], wanted))
-    with torch.device("meta"):
-        ours = our_class(llamoe.from_stock(config))
-    ours.load_state_dict(dict(stock.named_parameters()), assign=True)
-    return stock.eval(), ours.eval()
-
-
 def routed_rows(setting: Setting, router: torch.Tensor, rows: int) -> torch.Tensor:
     """Draw inputs `[1, rows, hidden]`, each of which a router's weight `[experts, hidden]` sends to a drawn expert."""
     chosen = torch.randint(len(router), (rows,), generator=setting.generator(rows), device=setting.device)
-    return steered(setting.randn(rows, router.shape[1], offset=rows + 1), router, chosen)[None]
-
-
-def steered(x: torch.Tensor, router: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-    """Move each row of `x` `[tokens, hidden]` towards its expert in `chosen` `[tokens]`."""
+    x = setting.randn(rows, router.shape[1], offset=rows + 1)
     directions = nn.functional.normalize(router.detach().float(), dim=-1)
-    return (x.float() + STEP * directions[chosen]).to(x.dtype)
+    return (x.float() + STEP * directions[chosen]).to(x.dtype)[None]
 
 
 @torch.no_grad()
@@ -124,7 +83,7 @@ def draw_weights(module: nn.Module, setting: Setting) -> None:
     generator = setting.generator()
     for name, parameter in module.named_parameters():
         if name.endswith(("router.weight", "gate.weight")):
-            # With this deviation chosen logits are about 2.
+            # With rows of this length, the logits of chosen experts are about 2.
             rows = torch.randn(parameter.shape, generator=generator, device=parameter.device)
             parameter.copy_(0.25 * nn.functional.normalize(rows, dim=-1))
         elif parameter.ndim < 2:

@@ -1,4 +1,4 @@
-"""Conversion of Meta's, Mistral AI's and Hugging Face's folders to Hugging Face's and Meta's: `llamoe convert`."""
+"""Convert checkpoints to Hugging Face's or Meta's format: `llamoe convert`."""
 
 import copy
 import json
@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 
-from ..configuration import LlamoeVisionConfig
 from ..configuration.base import LlamoeBaseConfig
 from .checkpoint import Report
 from .hf import save_hf
-from .io import Progress, WriteOptions, check_sums
+from .io import Progress, WriteOptions
 from .meta import save_meta
 from .open import open_source
 
@@ -29,7 +28,6 @@ def convert(
     to: str = "hf",
     shards: int | None = None,
     experts: str = "fused",
-    checksums: bool = False,
     instruct: bool | None = None,
     rope_scaling: str | Mapping[str, Any] | None = None,
     layout: str | None = None,
@@ -42,28 +40,25 @@ def convert(
     """Convert a language or multimodal checkpoint between formats.
 
     Args:
-        source: a folder in Meta's, Mistral AI's or Hugging Face's format; it is never changed. Weights that `quantize`
-            has packed are unpacked.
+        source: a folder in Meta's, Mistral AI's or Hugging Face's format, or a GGUF file; it is never changed. Packed
+            weights are unpacked.
         target: a folder that does not exist or is empty.
-        to: "hf" or "meta".
-        shards: for "meta", the number of files that each tensor is split over; it divides the key/value heads. None
-            takes as many as Meta's releases of that size have: one up to 17.5 GB.
-        experts: for "hf", "fused" (stacked, as stock) or "split" (a linear layer for each expert).
-        checksums: first compare the source with its checklist.chk and with the checksums inside .pth files. This reads
-            the source once more.
-        instruct: for Meta's and Mistral AI's folders, whether the model was tuned for conversations. It decides on chat
-            template, stop tokens and sampling. None goes by the folder's name.
-        rope_scaling: how the result's rotary embedding is scaled, in place of what the source says: the content of
-            `rope_parameters`, or of `rope_scaling` in older files, as a dictionary, as JSON, or as "factor=32". With a
-            `rope_type` it replaces the source's scaling, without one it changes only the entries that it names.
-            `{"rope_type": "default"}` takes a scaling away. The base `rope_theta` stays unless it is given.
-        layout, dtype, shard_size, resume, dry_run, progress: as in `WriteOptions`;
-            "meta" has neither `shard_size` nor `layout`.
+        to: format of the target: "hf" (Hugging Face) or "meta".
+        shards: for "meta": number of files that each tensor is split over, a divisor of the number of key/value heads.
+            None takes as many as Meta's releases of that size have: one up to 17.5 GB.
+        experts: for "hf": "fused" (stacked, as transformers has them) or "split" (a linear layer for each expert).
+        instruct: for Meta's and Mistral AI's folders: whether the model was tuned for conversations, which decides on
+            chat template, stop tokens and sampling. None decides by the folder's name.
+        rope_scaling: entries of the target's `rope_parameters`, as a dictionary or as JSON. With a `rope_type` they
+            replace the source's scaling; `{"rope_type": "default"}` removes it. Without a `rope_type` they change only
+            the entries that they name: `{"factor": 32}`. The base `rope_theta` stays unless it is given.
+        layout, dtype, shard_size, resume, dry_run, progress: as in `WriteOptions`; "meta" ignores `shard_size` and
+            `layout`.
 
     Raises:
-        ValueError: bad options, a target in use, a damaged or unknown source, or weights that are not finite; no file
+        ValueError: bad options, a target in use, a damaged or unknown source, or weights that are not finite. No file
             is left behind.
-        OSError: the disk is full or fails; complete files stay for `resume`.
+        OSError: the disk is full or fails. Complete files stay for `resume`.
     """
     if to not in ("hf", "meta"):
         raise ValueError(f"to = {to!r}: valid are 'hf' and 'meta'.")
@@ -72,21 +67,20 @@ def convert(
     if checkpoint.kind in ("open_clip", "clip"):
         raise ValueError(f"{source}: is a vision tower; convert it with `llamoe vision` (convert_vision).")
     if rope_scaling is not None:
-        checkpoint.config = _scale_rope(checkpoint.config, rope_scaling, str(source))
+        checkpoint.config = _scale_rope(checkpoint.config, rope_scaling)
         scaled = checkpoint.config.get_text_config().rope_parameters
         checkpoint.notes.append(f"rope_parameters are those of rope_scaling: {scaled}")
-    if checksums:
-        check_sums(checkpoint.sources)
     if to == "meta":
         return save_meta(checkpoint, target, options, shards=shards)
     return save_hf(checkpoint, target, options, experts=experts)
 
 
-def _scale_rope(config: LlamoeBaseConfig, scaling: str | Mapping[str, Any], source: str) -> LlamoeBaseConfig:
+def _scale_rope(config: LlamoeBaseConfig, scaling: str | Mapping[str, Any]) -> LlamoeBaseConfig:
     """Copy a configuration with another rotary scaling."""
-    if isinstance(config, LlamoeVisionConfig):
-        raise ValueError(f"rope_scaling = {scaling!r}: {source} is a vision tower, which scales no rotation.")
-    given = dict(_parse_scaling(scaling) if isinstance(scaling, str) else scaling)
+    try:
+        given = json.loads(scaling) if isinstance(scaling, str) else scaling
+    except ValueError as error:
+        raise ValueError(f'rope_scaling = {scaling!r}: is no JSON such as {{"factor": 32}}.') from error
     if unknown := sorted(given.keys() - set(_ROPE_NAMES)):
         raise ValueError(f"rope_scaling has {', '.join(unknown)}: valid are {', '.join(_ROPE_NAMES)}.")
     config = copy.deepcopy(config)
@@ -98,21 +92,5 @@ def _scale_rope(config: LlamoeBaseConfig, scaling: str | Mapping[str, Any], sour
         raise ValueError(
             f"rope_scaling = {scaling!r}: rope_type = 'default' scales nothing: give the rope_type, too."
         )
-    try:
-        config.validate()
-    except ValueError as error:
-        raise ValueError(f"rope_scaling = {scaling!r}: {error}") from error
+    config.validate()
     return config
-
-
-def _parse_scaling(text: str) -> dict[str, Any]:
-    """Parse a scaling in JSON, or as names and values: `rope_type=linear,factor=2`."""
-    try:
-        if text.lstrip().startswith("{"):
-            return json.loads(text)
-        pairs = dict(pair.split("=") for pair in text.split(","))
-        return {name: value if name == "rope_type" else json.loads(value) for name, value in pairs.items()}
-    except ValueError as error:
-        raise ValueError(
-            f"rope_scaling = {text!r}: should be JSON, or names and values such as 'rope_type=linear,factor=2'."
-        ) from error

@@ -1,7 +1,7 @@
 """The typer application, and the decorator that declares a command.
 
-A command that calls a function of `llamoe.conversion` has the same options, and prints the function's report.
-Imports of torch take seconds, so they stand inside of functions: help and mistakes in options are shown at once.
+A command that calls a function of `llamoe.conversion` has the function's options, and prints its report. Importing
+torch takes seconds, so such imports stand inside functions: help and errors in options are shown at once.
 """
 
 import contextlib
@@ -27,22 +27,22 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="Convert, derive, quantize, inspect and compare checkpoints: LLaMA, Llama 4, Mistral and Mixtral, as Meta, "
-    "Mistral AI and Hugging Face store them, and vision towers of open_clip and CLIP.\n\nA command reads SOURCE, whose "
-    "format it recognises, and writes a new folder TARGET. It never changes SOURCE. Begin with `llamoe inspect PATH`.",
+    help="Convert, derive, quantize, inspect and compare checkpoints of LLaMA, Llama 4, Mistral and Mixtral in the "
+    "formats of Meta, Mistral AI and Hugging Face, and vision towers of open_clip and CLIP.\n\nA command detects the "
+    "format of SOURCE and writes a new folder TARGET. It never changes SOURCE. Begin with `llamoe inspect PATH`.",
 )
 
 
 def load(module: str, is_silent: bool) -> ModuleType:
     """Import and return a module that imports torch and transformers; show a status line meanwhile.
 
-    transformers' progress bars are disabled unless progress is shown.
+    transformers' progress bars are disabled if `is_silent`, or if standard error is no terminal.
     """
     with status("loading torch and transformers …", is_silent):
         loaded = importlib.import_module(module)
     from transformers.utils import logging
 
-    # transformers' warnings about configurations are meant for model authors.
+    # transformers' warnings about configurations are for authors of models.
     logging.set_verbosity_error()
     if not shows_progress(is_silent):
         logging.disable_progress_bar()
@@ -56,14 +56,14 @@ def load_conversion(*sources: Path, is_silent: bool = False) -> ModuleType:
         ValueError: a source does not exist.
     """
     for path in sources:
-        # Paths without permission are reported by the command's function.
+        # Paths that may not be read are reported by the command's function.
         with contextlib.suppress(OSError):
             if not path.exists():
                 raise ValueError(f"{path}: no such file or folder.")
     conversion = load("llamoe.conversion", is_silent)
     from transformers.utils import logging
 
-    # The commands draw their own progress bars, and two at once overwrite each other.
+    # The commands draw their own progress bars, and two bars at once overwrite each other.
     logging.disable_progress_bar()
     return conversion
 
@@ -71,12 +71,12 @@ def load_conversion(*sources: Path, is_silent: bool = False) -> ModuleType:
 def writes(function: str, without: tuple[str, ...] = ()) -> Callable[[Callable], Callable]:
     """Return a decorator that registers a command, which calls a function of `llamoe.conversion` and prints its report.
 
-    The decorated function has no body: its signature declares the arguments and the options besides the shared ones,
-    and its docstring is the help.
+    The decorated function has no body. Its signature declares the command's arguments, and its options besides those of
+    `shared_options`. Its docstring is the command's help.
 
     Args:
-        function: the function's name.
-        without: names of shared options that the command lacks.
+        function: name of the function in `llamoe.conversion`.
+        without: names of shared options that the command does not have.
     """
 
     def register(declaration: Callable) -> Callable:
@@ -85,13 +85,13 @@ def writes(function: str, without: tuple[str, ...] = ()) -> Callable[[Callable],
         options += [option for option in shared if option.name not in without]
 
         @functools.wraps(declaration)
-        def run(*, as_json: bool, quiet: bool, **given: Any) -> None:
+        def run(*, as_json: bool, quiet: bool, **arguments: Any) -> None:
             is_silent = as_json or quiet
-            paths = {name: value for name, value in given.items() if isinstance(value, Path)}
+            paths = {name: value for name, value in arguments.items() if isinstance(value, Path)}
             sources = (path for name, path in paths.items() if name != "target")
             conversion = load_conversion(*sources, is_silent=is_silent)
             with progress_bar(is_silent) as progress:
-                report = getattr(conversion, function)(**given, progress=progress)
+                report = getattr(conversion, function)(**arguments, progress=progress)
             print_sections(dataclasses.asdict(report), report.sections(), as_json)
 
         run.__signature__ = signatures.Signature(options)  # pyright: ignore[reportAttributeAccessIssue]

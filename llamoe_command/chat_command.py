@@ -1,4 +1,4 @@
-"""The command `llamoe chat`, which opens a page to talk with a model."""
+"""The command `llamoe chat`, which opens a web page to talk with a model."""
 
 import json
 from importlib.util import find_spec
@@ -18,7 +18,7 @@ def chat(
     ],
     host: Annotated[
         str,
-        typer.Option(help="Address to listen on. The default accepts connections from this machine only."),
+        typer.Option(help="Address to listen on. The default accepts connections only from this machine."),
     ] = "127.0.0.1",
     port: Annotated[
         int | None,
@@ -29,7 +29,7 @@ def chat(
     dtype: Annotated[
         Literal["auto", "bfloat16", "float16", "float32"],
         typer.Option(
-            metavar="<dtype>", help="Dtype of weights: auto (as saved), bfloat16, float16 or float32."
+            metavar="<dtype>", help="Dtype of the weights: auto (as saved), bfloat16, float16 or float32."
         ),
     ] = "auto",
     device_map: Annotated[
@@ -39,15 +39,15 @@ def chat(
         str | None,
         typer.Option(
             metavar="<size>",
-            help="Read a mixture's experts from disk while it runs, and keep recently used ones in this much "
-            'memory, such as "8GB". By default all experts are loaded.',
+            help="Leave a mixture's experts on disk, and cache recently used experts in this much memory, such as "
+            '"8GB". By default all experts are loaded.',
         ),
     ] = None,
     plan: Annotated[
         Path | None,
         typer.Option(
             metavar="<file>",
-            help="Place the model by a plan that `llamoe inspect FOLDER --plan --save FILE` wrote.",
+            help="Load the model by a plan, a file that `llamoe inspect FOLDER --plan --save FILE` has written.",
         ),
     ] = None,
     adapter: Annotated[
@@ -61,10 +61,10 @@ def chat(
     ] = True,
     quiet: Quiet = False,
 ) -> None:
-    """Talk with a model in a local web page, and see which experts answer.
+    """Talk with a model on a local web page, and see which experts answer.
 
-    Type a question, with a picture if the model takes pictures. For each layer of a mixture the page shows which expert
-    was chosen for each part of the picture and for each token of the answer.
+    Type a question; add a picture if the model takes pictures. For each mixture layer the page shows which expert was
+    chosen for each part of the picture and for each token of the answer.
 
         llamoe chat examples/llamoe-tiny
     """
@@ -74,17 +74,17 @@ def chat(
     placement: dict[str, Any] = {"device_map": device_map, "experts_memory": experts_memory, "dtype": dtype}
     if plan is not None:
         if device_map != "auto" or experts_memory is not None:
-            raise ValueError("--plan places the model: leave --device-map and --experts-memory out.")
+            raise ValueError("--plan has a device map: leave --device-map and --experts-memory out.")
         try:
             arguments = json.loads(plan.read_bytes())
         except ValueError:
             arguments = None
         if not isinstance(arguments, dict) or not arguments.keys() <= placement.keys():
             raise ValueError(
-                f"--plan {plan}: is no file that `llamoe inspect FOLDER --plan --save FILE` writes."
+                f"--plan {plan}: not a plan; `llamoe inspect FOLDER --plan --save FILE` writes one."
             )
         placement |= arguments
     if missing := [name for name in ("gradio", "matplotlib") if find_spec(name) is None]:
-        raise ValueError(f"the page needs {' and '.join(missing)}: pip install 'llamoe[page]'")
+        raise ValueError(f"The page needs {' and '.join(missing)}: pip install 'llamoe[page]'")
     page = load("llamoe_command.page.serve", quiet)
     page.serve(folder, host, port, placement, adapter=adapter, open_browser=open_browser)

@@ -1,8 +1,8 @@
 """Run the command `llamoe`, and turn errors into messages and exit statuses.
 
-Results go to standard output, as text or with `--json` as JSON; progress and errors go to standard error. Exit status:
-0 for success, 1 if `verify` finds different models, 2 for wrong options or an unusable source, 3 if reading or writing
-failed, 130 if interrupted.
+Results go to standard output, as text, or as JSON with `--json`. Progress and errors go to standard error. The exit
+status is 0 for success, 1 if `verify` finds different models, 2 for wrong options or an unusable source, 3 if reading
+or writing failed, and 130 after Ctrl-C.
 """
 
 import json
@@ -13,19 +13,20 @@ from typing import NoReturn
 from . import chat_command, doctor_command, read_commands, write_commands  # noqa: F401
 from .app import app
 
-_INTERRUPTED = "interrupted; --resume continues a folder that was being written"
-# Commands that write no folder, so that --resume does not apply.
+# Commands that write no folder, and have no option --resume.
 _WRITE_NOTHING = ("chat", "doctor", "inspect", "verify")
 
 
 def main(args: list[str] | None = None) -> None:
     """Run the command and exit with its status."""
-    given = sys.argv[1:] if args is None else args
-    # Searched here, since errors are printed as JSON even if the options cannot be parsed.
-    as_json = "--json" in given
-    interrupted = "interrupted" if given and given[0] in _WRITE_NOTHING else _INTERRUPTED
+    words = sys.argv[1:] if args is None else args
+    # Found without the parser, since errors are printed as JSON even if the options cannot be parsed.
+    as_json = "--json" in words
+    interrupted = "interrupted"
+    if words and words[0] not in _WRITE_NOTHING:
+        interrupted += "; --resume continues a folder that was being written"
     try:
-        app(given)
+        app(words)
     except SystemExit as end:
         if end.code == 130:
             _fail(interrupted, 130, as_json)
@@ -44,6 +45,7 @@ def main(args: list[str] | None = None) -> None:
 
 
 def _fail(error: object, status: int, as_json: bool) -> NoReturn:
+    """Print an error as one line to standard error, and as JSON if asked for; exit with the status."""
     message = " ".join(str(error).split())
     if as_json:
         print(json.dumps({"error": message, "status": status}))

@@ -24,7 +24,8 @@ def inspect(
     context: Annotated[
         int | None,
         typer.Option(
-            help="Tokens in the KV cache. The default is 8192, or the model's limit if lower; 1024 with --train."
+            help="Number of tokens in the KV cache. The default is 8192, or the model's limit if that is lower; with "
+            "--train 1024."
         ),
     ] = None,
     batch: Annotated[
@@ -32,10 +33,12 @@ def inspect(
     ] = 1,
     plan: Annotated[
         bool,
-        typer.Option("--plan", help="Also plan the device of each part of the model: GPUs, memory or disk."),
+        typer.Option(
+            "--plan", help="Also plan where each part of the model goes: to GPUs, to memory or to disk."
+        ),
     ] = False,
     gpus: Annotated[
-        int | None, typer.Option(help="For --plan: number of GPUs. The default is those of this machine.")
+        int | None, typer.Option(help="For --plan: number of GPUs. The default is that of this machine.")
     ] = None,
     gpu_memory: Annotated[
         str | None,
@@ -44,22 +47,19 @@ def inspect(
     ram: Annotated[
         str | None,
         typer.Option(
-            help='For --plan: main memory, such as "64GB". The default is the free memory of this machine.'
+            help='For --plan: main memory, such as "64GB". The default is the memory of this machine that is free now.'
         ),
     ] = None,
     bits: Annotated[
         int | None,
-        typer.Option(
-            help="For --plan: bits of a weight: 32, 16, or 8 or 4 in bitsandbytes' formats. The default is that of the "
-            "files."
-        ),
+        typer.Option(help="For --plan: bits of a plain weight, 32 or 16. The default is that of the files."),
     ] = None,
     quantization: Annotated[
         str | None,
         typer.Option(
             metavar="<format>",
             help="For --plan: format of the weights after `llamoe quantize`: int8, int4, or int4:128 for groups of 128 "
-            "inputs. The default is that of the files.",
+            "inputs. The default is the format of the files.",
         ),
     ] = None,
     prefill: Annotated[
@@ -69,13 +69,14 @@ def inspect(
     headroom: Annotated[
         str | None,
         typer.Option(
-            help='For --plan: memory to keep free on each device, such as "2GB". The default is 4GB.'
+            help='For --plan: memory of each device that stays free, such as "2GB". The default is 4GB.'
         ),
     ] = None,
     train: Annotated[
         bool,
         typer.Option(
-            "--train", help="For --plan: keep memory for training LoRA, --batch rows of --context tokens."
+            "--train",
+            help="For --plan: leave memory for training LoRA adapters with --batch rows of --context tokens.",
         ),
     ] = False,
     rank: Annotated[
@@ -85,40 +86,41 @@ def inspect(
         bool | None,
         typer.Option(
             "--experts/--no-experts",
-            help="For --train: whether routed experts get adapters, too. They do by default.",
+            help="For --train: whether routed experts get adapters, too. By default they do.",
         ),
     ] = None,
     save: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="For --plan: write the arguments of from_pretrained as JSON."),
+        typer.Option(
+            metavar="FILE", help="For --plan: write the arguments for from_pretrained to FILE, as JSON."
+        ),
     ] = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
     """Show what a checkpoint is and how much memory it needs.
 
-    It reads the headers of the files and no weights. The memory is that of the weights, and of the KV cache for
-    --context and --batch.
+    Only the headers of the files are read. The memory is that of the weights, and of the KV cache for --context and
+    --batch.
 
         llamoe inspect Llama-4-Maverick --context 32768 --batch 4
 
-    --plan shows which parts go to GPUs, to memory and to disk, and estimates the speed.
+    --plan shows which parts of the model go to GPUs, to memory and to disk, and estimates the speed.
 
         llamoe inspect llama-4-scout --plan --gpus 1 --ram 64GB --quantization int4
 
-    --train shows the memory of a training step with LoRA adapters, and keeps it free.
+    --train shows how much memory a training step with LoRA adapters takes, and leaves it free.
 
         llamoe inspect mixtral-int4 --plan --train --gpus 0 --ram 16GB --rank 8
 
-    --save writes the plan to a file; from_pretrained(folder, **json.load(open("plan.json"))) loads the model by it.
+    --save writes the plan to a file. from_pretrained(folder, **json.load(open("plan.json"))) loads the model as
+    planned.
 
         llamoe inspect llama-4-scout --plan --gpus 4 --save plan.json
     """
     if save and not plan:
         raise ValueError("--save needs --plan.")
-    if save and not save.absolute().parent.is_dir():
-        raise ValueError(f"--save {save}: there is no such folder.")
-    # A name without a path separator may be a preset, not a file.
+    # A name without a path separator may be that of a preset.
     sources = [Path(path)] if os.sep in path else []
     conversion = load_conversion(*sources, is_silent=as_json or quiet)
     machine = {"gpus": gpus, "gpu_memory": gpu_memory, "ram": ram, "bits": bits}
@@ -134,13 +136,15 @@ def inspect(
 def verify(
     a: Annotated[Path, typer.Argument(metavar="A", help="A checkpoint of any format.")],
     b: Annotated[Path, typer.Argument(metavar="B", help="Another checkpoint, of any format.")],
-    tokens: Annotated[int, typer.Option(help="Random tokens in each sequence that both models read.")] = 32,
+    tokens: Annotated[
+        int, typer.Option(help="Number of random tokens in each sequence that both models read.")
+    ] = 32,
     rows: Annotated[int, typer.Option(help="Number of sequences.")] = 2,
     seed: Seed = 0,
     logits: Annotated[
         bool,
         typer.Option(
-            help="Run both models if their weights differ, or compare only weights and configurations."
+            help="Whether to run both models if their weights differ; else compare only weights and configurations."
         ),
     ] = True,
     as_json: AsJson = False,
@@ -148,12 +152,12 @@ def verify(
 ) -> None:
     """Check whether two checkpoints, in any formats, hold the same model.
 
-    Names, shapes and values of the weights are compared first. If they differ, both models run on random tokens, and
-    their outputs are compared.
+    Names, shapes and values of the weights are compared first. If they differ, both models read random tokens, and
+    their outputs are compared. Tokenizers and generation settings are not compared.
 
-    The verdict is one of four: every number is equal; the weights are equal within rounding; the weights differ and the
-    outputs agree on a number of tokens; or the models are different, with the first tensor that differs. The exit
-    status is 1 for different models, else 0. Tokenizers and generation settings are not compared.
+    There are four verdicts: every number is equal; the weights are equal within rounding; the weights differ but the
+    outputs agree; or the models are different. For different models the first tensor that differs is named, and the
+    exit status is 1, else 0.
 
         llamoe verify llama-2-7b-chat chat      # before and after convert
     """

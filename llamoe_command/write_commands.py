@@ -19,8 +19,8 @@ def convert(
     shards: Annotated[
         int | None,
         typer.Option(
-            help="With --to meta: number of files that each tensor is split over. It must divide the key/value heads. "
-            "The default is the number in Meta's release of this size."
+            help="With --to meta: number of files that each tensor is split over. It must divide the number of "
+            "key/value heads. The default is the number of files in Meta's release of this size."
         ),
     ] = None,
     experts: Annotated[
@@ -30,27 +30,20 @@ def convert(
             "tensors for each expert (split)."
         ),
     ] = "fused",
-    checksums: Annotated[
-        bool,
-        typer.Option(
-            "--checksums",
-            help="First check SOURCE against its checklist.chk and the checksums in its .pth files.",
-        ),
-    ] = False,
     instruct: Instruct = None,
     rope_scaling: Annotated[
         str | None,
         typer.Option(
             metavar="<scaling>",
-            help="Scaling of rotary embeddings in TARGET, instead of SOURCE's: JSON with a rope_type, or entries that "
-            "change, such as factor=32.",
+            help="Scaling of rotary embeddings in TARGET as JSON: a whole scaling with its rope_type, or the entries "
+            "of SOURCE's that change.",
         ),
     ] = None,
 ) -> None:
-    """Convert Meta's, Mistral AI's or Hugging Face's checkpoint to Hugging Face's or Meta's format.
+    """Convert a checkpoint of Meta, Mistral AI or Hugging Face to Hugging Face's or Meta's format.
 
-    The tokenizer, chat template, generation settings and processor settings are converted too. The result works with
-    AutoTokenizer, AutoProcessor and generate.
+    Tokenizer, chat template, generation settings and processor settings are converted, too. The result works with
+    transformers' AutoTokenizer, AutoProcessor and generate.
 
         llamoe convert llama-2-7b-chat chat                     # from Meta's files
 
@@ -58,7 +51,7 @@ def convert(
 
         llamoe convert Llama-4-Scout scout --experts split      # unfused experts
 
-        llamoe convert Llama-3.2-mine mine --rope-scaling factor=32
+        llamoe convert Llama-3.2-mine mine --rope-scaling '{"factor": 32}'
     """
 
 
@@ -69,16 +62,16 @@ def vision(
     image_size: Annotated[
         int | None,
         typer.Option(
-            help="Side of TARGET's square pictures in pixels; position embeddings are interpolated. The default is "
-            "SOURCE's."
+            help="Side of TARGET's square pictures in pixels, for which position embeddings are interpolated. The "
+            "default is SOURCE's."
         ),
     ] = None,
     model: ModelOfFile = None,
 ) -> None:
     """Convert a vision tower: open_clip's MetaCLIP, Hugging Face's CLIP and MetaCLIP 2, or llamoe's.
 
-    An open_clip file does not store which activation the tower was trained with. MetaCLIP's first releases use
-    QuickGELU, which --model names.
+    An open_clip file does not store which activation function the tower was trained with. MetaCLIP's first releases use
+    QuickGELU, which is a part of the name that --model takes.
 
         llamoe vision l14_400m.pt tower --model ViT-L-14-quickgelu --image-size 336
     """
@@ -92,29 +85,29 @@ def upcycle(
     family: Annotated[
         Literal["llama4", "mixtral"] | None,
         typer.Option(
-            help="Kind of mixture: llama4, with a shared expert, or mixtral. The default is mixtral if SOURCE has a "
-            "sliding window, else llama4."
+            help="Kind of mixture: llama4, which has a shared expert, or mixtral. The default is mixtral if SOURCE has "
+            "a sliding window, else llama4."
         ),
     ] = None,
     interleave: Annotated[
         int,
         typer.Option(
-            help="Distance between mixture layers: 1 makes every layer a mixture, 2 every second. Mixtral needs 1."
+            help="Distance between mixture layers: 1 makes all layers mixtures, 2 every second one. Mixtral needs 1."
         ),
     ] = 1,
     top_k: Annotated[
         int | None,
         typer.Option(
-            help="Number of experts that compute each token. The default is 1 for llama4, 2 for mixtral."
+            help="Number of experts that compute each token. The default is 1 for llama4 and 2 for mixtral."
         ),
     ] = None,
     seed: Seed = 0,
 ) -> None:
-    """Make a mixture of experts from a dense LLaMA or Mistral; before training it computes the same function.
+    """Make a mixture of experts from a dense LLaMA or Mistral. Before training it computes what SOURCE computes.
 
-    In Mixtral's mixtures every expert is a copy of the dense feed-forward (sparse upcycling, Komatsuzaki et al. 2022).
-    In Llama 4's the dense feed-forward becomes the shared expert, and the routed experts are copies of it with an
-    output of zero.
+    With --family mixtral every expert is a copy of the dense feed-forward (sparse upcycling, Komatsuzaki et al. 2022).
+    With --family llama4 the dense feed-forward becomes the shared expert. The routed experts are copies of it whose
+    last matrix is zero.
 
         llamoe upcycle llama-2-7b moe --experts 8 --interleave 2
 
@@ -132,8 +125,8 @@ def gqa(
 ) -> None:
     """Merge groups of key/value heads, to turn multi-head attention into grouped-query attention.
 
-    Each group of heads is replaced by its mean (Ainslie et al. 2023).
-    TARGET needs further training to regain quality.
+    The mean of each group of heads replaces the group (Ainslie et al. 2023). TARGET needs further training to regain
+    quality.
 
         llamoe gqa llama-2-7b llama-2-7b-gqa --kv-heads 8
     """
@@ -153,7 +146,9 @@ def assemble(
     target: Target,
     image_size: Annotated[
         int | None,
-        typer.Option(help="Side of a square tile of a picture in pixels. The default is the tower's."),
+        typer.Option(
+            help="Side in pixels of the square tiles of a picture. The default is the tower's size."
+        ),
     ] = None,
     max_tiles: Annotated[
         int, typer.Option(help="Largest number of tiles into which a picture is split.")
@@ -163,8 +158,8 @@ def assemble(
 ) -> None:
     """Join a decoder and a vision tower into one multimodal checkpoint, ready for training.
 
-    The projector, and the adapter if the tower has none, are initialised at random.
-    Tokens for pictures, a processor and a chat template are added.
+    The projector is initialised at random, and so is the adapter if the tower has none. Tokens for pictures, a
+    processor and a chat template are added.
 
         llamoe assemble moe tower multimodal
     """
@@ -179,7 +174,7 @@ def quantize(
     to: Annotated[
         Literal["int4", "int8"],
         typer.Option(
-            help="int4: 4 bits, with a scale for each group of inputs; int8: 8 bits, with a scale for each output."
+            help="int4: 4 bits, with a scale for each group of inputs. int8: 8 bits, with a scale for each output."
         ),
     ],
     group_size: Annotated[
@@ -188,30 +183,33 @@ def quantize(
             help="With --to int4: number of inputs that share a scale: 32, 64, 128 or 256. The default is 32."
         ),
     ] = None,
-    experts: Annotated[bool, typer.Option("--experts/--no-experts", help="Quantize routed experts.")] = True,
+    experts: Annotated[
+        bool, typer.Option("--experts/--no-experts", help="Whether to quantize routed experts.")
+    ] = True,
     linears: Annotated[
-        bool, typer.Option("--linears/--no-linears", help="Quantize the decoder's linear layers.")
+        bool, typer.Option("--linears/--no-linears", help="Whether to quantize the decoder's linear layers.")
     ] = True,
     search: Annotated[
         bool,
         typer.Option(
             "--search/--no-search",
-            help="Search scales with the least rounding error, or take them from the largest weights: faster.",
+            help="Search the scales with the least rounding error, or take them from the largest weights, which is "
+            "faster.",
         ),
     ] = True,
     keep: Annotated[
         list[str] | None,
         typer.Option(
             metavar="<name>",
-            help="Name of a module that stays in 16 bits, or the end of several names. Give the option once for each.",
+            help="Name of a module that stays in 16 bits, or the end of the names of several. May be given repeatedly.",
         ),
     ] = None,
     instruct: Instruct = None,
 ) -> None:
     """Store a model's experts and linear layers in 4 or 8 bits.
 
-    Embeddings, output head, norms, routers, vision tower and projector stay in 16 bits.
-    from_pretrained loads TARGET as it is; `llamoe convert` turns it back into 16 bits.
+    Embeddings, output head, norms, routers, vision tower and projector stay in 16 bits. from_pretrained loads TARGET
+    without further arguments; `llamoe convert` turns it back into 16 bits.
 
         llamoe quantize mixtral-8x7b mixtral-int4 --to int4
 

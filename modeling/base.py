@@ -1,8 +1,8 @@
-"""The base class of all llamoe models: transformers' interface of a model class, loading and saving.
+"""The base class of all llamoe models: what transformers asks of a model class, loading and saving.
 
-transformers detects some features by literal text in the file of a model's class
-(`ALL_ATTENTION_FUNCTIONS.get_interface(`, `@use_experts_implementation`). llamoe's layers are in other files, so two
-methods override these checks here.
+transformers detects attention and experts implementations by literal text in the file of a model's class
+(`ALL_ATTENTION_FUNCTIONS.get_interface(`, `@use_experts_implementation`). llamoe's layers are in other files, so
+`_can_set_attn_implementation` and `_can_set_experts_implementation` are overridden here.
 """
 
 import copy
@@ -36,9 +36,18 @@ from .quantization import (
     take_activations,
 )
 
-# Quantization methods whose quantizers take the stacked experts one by one, or leave them unchanged. The others expect
-# another layout of experts, or replace stock's class by its name. transformers reports that hqq is not supported yet.
+# Quantization methods whose quantizers quantize our stacks of experts, or leave them as they are. All others expect
+# another layout of experts, or replace transformers' own class. For hqq transformers raises an error of its own.
 _QUANTIZERS_FOR_MIXTURES = ("bitsandbytes", "hqq", "llamoe", "quanto", "torchao")
+
+
+def _method_of(quantization: Any) -> str:
+    """Return the method of a quantization config, which may be a dict."""
+    content = quantization if isinstance(quantization, dict) else quantization.to_dict()
+    # Early configs of bitsandbytes have no quant_method; for others without one transformers raises an error.
+    method = content.get("quant_method") or "bitsandbytes"
+    # The method may be a member of transformers' enum `QuantizationMethod`.
+    return getattr(method, "value", method)
 
 
 class LlamoePreTrainedModel(
@@ -55,50 +64,40 @@ class LlamoePreTrainedModel(
     _supports_attention_backend = True
     _can_compile_fullgraph = True
     _has_experts: ClassVar[bool] = False
-    # Patterns of key prefixes in checkpoints of other classes, and their replacements here.
+    # Patterns of key prefixes in checkpoints of other classes, and this class's prefixes in their place; and whether
+    # transformers learns of them at registration.
     _checkpoint_prefixes: ClassVar[dict[str, str]] = {}
     _registers_prefixes: ClassVar[bool] = True
-    # Patterns of keys that checkpoints of classes around this one contain and this class lacks. Not transformers'
-    # `_keys_to_ignore_on_load_unexpected`: a model inherits that of its children, whose patterns match its own parts,
-    # and servers drop every key that one of them matches.
+    # Patterns of keys that this class ignores in checkpoints of models that contain it. Such a model would inherit
+    # transformers' own `_keys_to_ignore_on_load_unexpected`, and ignore its other parts.
     _keys_passed_over: ClassVar[list[str]] = []
+    # Whether transformers has a class that reads this class's folders.
     _has_stock_layout: ClassVar[bool] = True
 
     def post_init(self) -> None:
-        """Finish construction; if another library will quantize the model, convert its layers to `nn.Linear`."""
+        """Finish construction; if another library is to quantize the model, make its layers plain `nn.Linear`."""
         super().post_init()
-        quantization: Any = getattr(self.config, "quantization_config", None)
-        if quantization is not None and not isinstance(quantization, dict):
-            quantization = quantization.to_dict()
-        if quantization is not None and quantization.get("quant_method") != METHOD:
+        quantization = getattr(self.config, "quantization_config", None)
+        if quantization is not None and _method_of(quantization) != METHOD:
             make_layers_plain(self)
 
     @classmethod
     def resolve_config(cls, config: PreTrainedConfig) -> PreTrainedConfig:
-        """Return a config of this class's own type.
-
-        Args:
-            config: this class's own, the stock one of the same architecture, or a multimodal one (ours or stock) of
-                which this class is a part.
+        """Return this class's config: the given one, or converted from stock's, or taken out of a multimodal one.
 
         Raises:
-            ValueError: a config of another model type.
+            ValueError: the config is of another model type.
         """
         wanted = cls.config_class
         if isinstance(config, wanted):
             return config
-        if not isinstance(config, PreTrainedConfig):
-            raise ValueError(
-                f"{cls.__name__} needs a {wanted.__name__}, not a {type(config).__name__}. To load a checkpoint "
-                f"use {cls.__name__}.from_pretrained(folder)."
-            )
-        converted = from_stock(config)
+        converted = from_stock(config) if isinstance(config, PreTrainedConfig) else config
         if isinstance(converted, LlamoeConfig) and wanted.base_config_key in LlamoeConfig.sub_configs:
             converted = getattr(converted, wanted.base_config_key)
         if not isinstance(converted, wanted):
             raise ValueError(
-                f"{cls.__name__} needs a {wanted.__name__}, but got a {type(config).__name__} "
-                f"(model type {config.model_type!r})."
+                f"{cls.__name__} needs a {wanted.__name__}, not a {type(config).__name__}. To load a folder, use "
+                f"{cls.__name__}.from_pretrained(folder)."
             )
         return converted
 
@@ -111,10 +110,10 @@ class LlamoePreTrainedModel(
         return cls._has_experts
 
     def get_correct_experts_implementation(self, requested_experts: str | None) -> str:
-        """Return the name of the experts implementation: the requested one, that in LLAMOE_EXPERTS, or `llamoe`.
+        """Return the name of the experts implementation: the requested one, else LLAMOE_EXPERTS, else "llamoe".
 
         Raises:
-            ValueError: transformers' registry has none of that name, or packed experts do not support it.
+            ValueError: transformers has no implementation of that name, or packed experts do not support it.
         """
         name = requested_experts or os.environ.get("LLAMOE_EXPERTS") or IMPLEMENTATION
         name = super().get_correct_experts_implementation(name)
@@ -124,7 +123,7 @@ class LlamoePreTrainedModel(
         return name
 
     def _grouped_mm_can_dispatch(self) -> bool:
-        # transformers asks every part of a multimodal model, also the tower, which has no experts.
+        # transformers asks this of every part of a multimodal model, and the tower, which has no experts, must agree.
         return True
 
     @staticmethod
@@ -137,11 +136,11 @@ class LlamoePreTrainedModel(
         position_ids: torch.Tensor | None = None,
         **_,
     ) -> dict[str, Any] | torch.Tensor | None:
-        """Prepare the masks outside of a compiled forward pass; `generate` calls this."""
+        """Return the masks of a step by attention type; `generate` calls this before a compiled forward."""
         text_config = config.get_text_config(decoder=True)
         inputs = MaskInputs(text_config, inputs_embeds, attention_mask, past_key_values, position_ids)
         if "flex" in inputs.implementation:
-            # `generate` calls `contiguous()` on all masks, which flex attention's masks lack.
+            # `generate` calls `contiguous()` on each mask, a method that flex attention's masks do not have.
             return attention_mask
         return attention_masks(inputs)
 
@@ -160,20 +159,20 @@ class LlamoePreTrainedModel(
                 init.zeros_(module.balancing_bias)
 
     def _get_dtype_plan(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
-        # `_keep_in_fp32_modules` only excludes modules from quantization; in float16 they are loaded in float16.
+        # transformers would load `_keep_in_fp32_modules` in float32; here they only name what no quantizer may take.
         return {"balancing_bias": torch.float32}
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *model_args, **kwargs):
         """Load a checkpoint, ours or stock, as `PreTrainedModel.from_pretrained` does.
 
-        A `device_map` may name a module and parts of it: the longer name wins, and "" means the rest.
-        `model.hf_device_map` then names every module once.
+        A `device_map` may name a module and also parts of it, for which their own names count; "" means the rest of
+        the model. `model.hf_device_map` then names every module once.
 
         Raises:
-            ValueError: a config of another model type, a damaged or missing file (`CheckpointError`, also an
-                `OSError`), weights that do not fit the config, a quantization that the model does not support, or a
-                device map that cannot be followed.
+            CheckpointError: a file is damaged or missing, or weights do not fit the config.
+            ValueError: the config is of another model type, its quantization is not supported, or the device map leaves
+                a weight without a device.
         """
         name_or_path = pretrained_model_name_or_path
         subfolder = kwargs.get("subfolder") or ""
@@ -185,11 +184,9 @@ class LlamoePreTrainedModel(
         elif name_or_path is not None and not kwargs.get("gguf_file"):
             config = cls._config_if_quantized(config or name_or_path, kwargs)
         config, layout, kwargs = cls._with_own_quantization(config, kwargs)
-        stored, activations = getattr(config, "quantization_config", None), None
-        quantization = kwargs.get("quantization_config") or stored
-        if quantization is not None:
-            activations = take_activations(stored, kwargs)
-            cls._check_quantization(config, quantization)
+        stored = getattr(config, "quantization_config", None)
+        cls._check_quantization(config, kwargs.get("quantization_config") or stored)
+        activations = take_activations(stored, kwargs)
         request = take_request(kwargs)
         with checkpoints.loading() as state:
             state.offload, state.activations, state.layout = request, activations, layout
@@ -204,13 +201,13 @@ class LlamoePreTrainedModel(
 
     @staticmethod
     def _load_pretrained_model(model, state_dict, checkpoint_files, load_config, *args, **kwargs):
-        # This is the first point with both the empty model and the list of its files, downloaded or local.
+        # transformers has made the model, without weights, and found or downloaded its files.
         load = PreTrainedModel._load_pretrained_model
         files = list(checkpoint_files or ()) if state_dict is None else []
         place = load_config.pretrained_model_name_or_path
         checkpoints.check_files(files, place)
         if args or "expected_keys" in kwargs:
-            # This load is of an adapter; the model is on its devices already.
+            # `load_adapter` calls this, too, for an adapter of a model that has its weights.
             info = model._load_adapter_tensors(state_dict, files, load_config.ignore_mismatched_sizes)
             return info, None
         tensors = checkpoints.tensors_of(state_dict or {}) or checkpoints.headers_of(files)
@@ -218,7 +215,7 @@ class LlamoePreTrainedModel(
         checkpoints.fuse_in_place(load_config.weight_mapping or ())
         replace_with_offloaded(model, files, load_config)
         checkpoints.settle_places(model, load_config)
-        # Set it on this instance, right before loading: transformers then does not report these keys as unexpected.
+        # transformers does not report these keys as unexpected. They are set on the instance: classes inherit them.
         ignored = set(model._keys_to_ignore_on_load_unexpected or ())
         model._keys_to_ignore_on_load_unexpected = ignored | set(model._keys_passed_over)
         state_dict = checkpoints.transposed_for_shards(model, files, state_dict)
@@ -234,9 +231,9 @@ class LlamoePreTrainedModel(
 
     @classmethod
     def _config_if_quantized(cls, name_or_path: Any, kwargs: dict[str, Any]) -> Any:
-        """Return the config of a model that is, or will be, quantized; None for others, whose config is read later."""
+        """Return the config of a model that is quantized, or that the caller wants quantized; else None."""
         place, content = hub_arguments(kwargs), {}
-        # transformers reports what is missing.
+        # If there is no config.json, transformers raises an error later.
         with suppress(OSError):
             content, _ = cls.config_class.get_config_dict(name_or_path, **place)
         if not content:
@@ -250,27 +247,30 @@ class LlamoePreTrainedModel(
 
     @classmethod
     def _with_own_quantization(cls, config: Any, kwargs: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
-        """Return, for a folder packed by another program, the config for int4, its layout, and the new arguments."""
+        """Return our config, the layout and changed arguments for a folder that another program has packed.
+
+        For other folders return the given config, None and the given arguments.
+        """
         text_config: Any = config.get_text_config() if isinstance(config, PreTrainedConfig) else config
         stored = getattr(config, "quantization_config", None) or getattr(
             text_config, "quantization_config", None
         )
-        asked = kwargs.get("quantization_config")
-        # A user's config of another method requests transformers' quantizer.
-        is_others = asked is not None and not isinstance(asked, QuantizationConfig)
-        if stored is None or is_others or (layout := layout_of(stored)) is None:
+        requested = kwargs.get("quantization_config")
+        # With a config of another class the caller asks for transformers' quantizer.
+        is_foreign = requested is not None and not isinstance(requested, QuantizationConfig)
+        if stored is None or is_foreign or (layout := layout_of(stored)) is None:
             return config, None, kwargs
-        if asked is not None and not layout.is_int4:
+        if requested is not None and not layout.is_int4:
             raise ValueError(
-                "quantization_config: this folder's weights in 8 bits are held in 16. Load it without one, save it by "
-                "save_pretrained, and quantize that folder."
+                "quantization_config: the 8-bit weights of this folder become 16-bit weights in memory. Load it "
+                "without quantization_config, save it by save_pretrained, and quantize the saved folder."
             )
         if isinstance(kwargs.get("config"), PreTrainedConfig):
             config = copy.deepcopy(config)
         else:
-            # Read the config as transformers does, overridden by arguments that are its fields.
-            others = ("config", "quantization_config", "dtype", "torch_dtype")
-            kept = {name: kwargs.pop(name) for name in others if name in kwargs}
+            # As in transformers, arguments with the names of the config's fields override these fields.
+            not_fields = ("config", "quantization_config", "dtype", "torch_dtype")
+            kept = {name: kwargs.pop(name) for name in not_fields if name in kwargs}
             config, kwargs = cls.config_class.from_dict(config.to_dict(), return_unused_kwargs=True, **kwargs)
             kwargs |= kept
         vars(config.get_text_config()).pop("quantization_config", None)
@@ -279,42 +279,32 @@ class LlamoePreTrainedModel(
 
     @classmethod
     def _check_quantization(cls, config: Any, quantization: Any) -> None:
+        """Raise a `ValueError` for a mixture whose experts the quantization method would ignore or misread."""
         text_config: Any = config.get_text_config() if isinstance(config, PreTrainedConfig) else None
-        if not getattr(text_config, "moe_layers", None):
+        if quantization is None or not getattr(text_config, "moe_layers", None):
             return
-        if not isinstance(quantization, dict):
-            quantization = quantization.to_dict()
-        method = quantization.get("quant_method")
-        if method is None and (quantization.get("load_in_8bit") or quantization.get("load_in_4bit")):
-            # Early configs of bitsandbytes have no quant_method.
-            method = "bitsandbytes"
-        # The method may be a member of transformers' enum `QuantizationMethod`.
-        method = getattr(method, "value", method)
-        if not str(method).startswith(_QUANTIZERS_FOR_MIXTURES):
+        if not (method := _method_of(quantization)).startswith(_QUANTIZERS_FOR_MIXTURES):
             raise ValueError(
-                f"{cls.__name__} cannot load a mixture whose experts are quantized with quant_method {method!r}: those "
-                "that are plain, or packed in a format of docs/packed_downloads.md, are read here. Load the model that "
-                "it was made of, if memory is short with quantization_config=llamoe.QuantizationConfig('int4') or "
-                "BitsAndBytesConfig. Servers such as vLLM may take the folder as it is."
+                f"{cls.__name__} cannot load a mixture whose experts are quantized with quant_method {method!r}, only "
+                "the formats of docs/packed_downloads.md. Load the model that was quantized; if memory is short, with "
+                "quantization_config=llamoe.QuantizationConfig('int4') or BitsAndBytesConfig. Servers such as vLLM may "
+                "load the folder as it is."
             )
 
     def save_pretrained(self, save_directory, *args, layout: str = "llamoe", **kwargs):
         """Save as `PreTrainedModel.save_pretrained` does, in our layout or in stock's.
 
         Args:
-            layout: "llamoe" writes our model type to config.json, and llamoe_hub.py beside it, so that the folder
-                loads with `trust_remote_code=True` where llamoe is not imported; the tensors are those of
-                `state_dict()`. "stock" writes transformers' type (`llama`, `mixtral`, `llama4`, `llama4_text`), and
-                of Mixtral each expert by itself, so that transformers, vLLM or llama.cpp read the folder without
-                llamoe.
+            layout: "llamoe" writes the tensors of `state_dict()`, our model type in config.json, and llamoe_hub.py, by
+                which the folder loads with `trust_remote_code=True` where llamoe is not imported. "stock" writes a
+                folder that transformers, vLLM and llama.cpp read without llamoe: transformers' model type (`llama`,
+                `mixtral`, `llama4`, `llama4_text`), and Mixtral's experts one by one.
 
         Raises:
             ValueError: an unknown layout, or a config that stock cannot express; nothing is written then.
         """
         if not os.fspath(save_directory):
-            raise ValueError(
-                "save_pretrained(''): this is not a path; give a folder, or \".\" for the current one."
-            )
+            raise ValueError("save_pretrained(''): the path is empty; for the current folder, give '.'.")
         self.check_saving()
         if layout not in ("llamoe", "stock"):
             raise ValueError(f"save_pretrained(layout={layout!r}): valid layouts are 'llamoe' and 'stock'.")
@@ -322,12 +312,12 @@ class LlamoePreTrainedModel(
         if is_stock:
             if not self._has_stock_layout:
                 raise ValueError(
-                    f"{type(self).__name__} has no counterpart in transformers' {self.config.stock_type()}: leave "
+                    f"save_pretrained(layout='stock'): transformers has no class like {type(self).__name__}. Leave "
                     "layout out, or save the model with its language model head."
                 )
-            # Convert first: this raises before anything is written.
+            # Raise an error for what stock cannot express before anything is written.
             to_stock(self.config)
-        # Stock's Mixtral files store each expert separately; all other keys are equal.
+        # Stock's Mixtral files store experts one by one; all other tensors are equal in both layouts.
         unfuses = is_stock and self._has_experts and self.config.stock_type() == "mixtral"
         naming = naming_plain_layers(self) if is_stock else nullcontext()
         with naming, written_by(to_stock if is_stock else None):
@@ -335,9 +325,9 @@ class LlamoePreTrainedModel(
 
     @classmethod
     def register_for_auto_class(cls, auto_class="AutoModel"):
-        """Do nothing for llamoe's own classes: their folders already name their loader.
+        """Register a user's subclass, so that its sources are saved in folders; do nothing for llamoe's own classes.
 
-        transformers would copy llamoe's sources into each saved folder. A user's subclass is registered as usual.
+        Folders of llamoe's own classes have llamoe_hub.py instead.
         """
         if not is_ours(cls):
             super().register_for_auto_class(auto_class)

@@ -1,9 +1,9 @@
-"""Plan a model's memory, placement on devices and nodes, and speed, before a weight is read.
+"""Plan where a model's weights go on a machine, and how much memory and time it takes, before a weight is read.
 
-Reading order: source (the model to plan), units (its parts and their bytes), bandwidths (measured or assumed), filling
-(assigns parts to devices), speed (estimates seconds of a token), table (formats a plan as text), training (memory of a
-training step with adapters), shares (weights of each process in parallel runs), nodes (plans for several machines),
-one_machine (plans for one; begins every plan).
+Reading order: source (the model to plan), units (its layers and other modules with their bytes), bandwidths (measured
+or assumed), filling (assigns units to devices), speed (estimates the seconds of a token), table (formats a plan as
+text), training (memory of a training step with adapters), shares (weights of each process in parallel runs), nodes
+(plans for several machines), one_machine (plans for one machine, and `plan_placement`, which calls all of these files).
 """
 
 from .bandwidths import Bandwidths, measure_bandwidths

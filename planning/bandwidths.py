@@ -14,9 +14,9 @@ import torch
 from ..configuration.sizes import bytes_of
 from ..modeling.offload.memory import open_direct, pages
 
-# Bytes of a read, and number of threads that read.
+# Bytes of one read, and number of threads that read at once.
 _PIECE, _READERS = 8 << 20, 8
-# Most bytes of a file that are read to measure a drive.
+# Largest number of bytes that are read to measure a drive.
 _MOST_BYTES = 1 << 30
 
 
@@ -25,10 +25,10 @@ class Bandwidths:
     """The bandwidths of a machine in bytes per second, as numbers or texts like "80GB"; the defaults are assumptions.
 
     Attributes:
-        gpu: an accelerator's own memory. Default 2.0 TB, as an A100 of 80 GB has; an H100 SXM has 3.35 TB.
-        link: from RAM to an accelerator. Default 25 GB, which copies reach over 16 lanes of PCIe 4 (nominally 31.5).
-        ram: the CPU's memory. Default 80 GB; two channels of DDR5-5600 have nominally 89.6.
-        drive: the drive. Default 6 GB, as an NVMe drive on PCIe 4 with many parallel reads has.
+        gpu: of an accelerator's own memory. Default 2.0 TB/s, that of an A100 of 80 GB; an H100 SXM has 3.35 TB/s.
+        link: from RAM to an accelerator. Default 25 GB/s, which copies reach over 16 lanes of PCIe 4 (nominally 31.5).
+        ram: of the CPU's memory. Default 80 GB/s; two channels of DDR5-5600 have nominally 89.6.
+        drive: of the drive. Default 6 GB/s, which an NVMe drive on PCIe 4 reaches with many parallel reads.
     """
 
     gpu: float | str = 2.0e12
@@ -40,7 +40,7 @@ class Bandwidths:
         """Convert texts to numbers.
 
         Raises:
-            ValueError: a value is no size, or not positive.
+            ValueError: a value is not a positive size.
         """
         for field in fields(self):
             value = getattr(self, field.name)
@@ -49,10 +49,10 @@ class Bandwidths:
 
 
 def measure_bandwidths(folder: str | os.PathLike | None = None) -> Bandwidths:
-    """Measure the bandwidth of the CPU's memory and, if a folder is given, of the drive that holds it.
+    """Measure the bandwidth of the CPU's memory and, if a folder is given, of the drive that the folder is on.
 
-    It takes about two seconds. Reads bypass the system's page cache if the file system allows it. Other bandwidths keep
-    the defaults of `Bandwidths`: set those of your accelerator with `dataclasses.replace`.
+    The measurement takes about two seconds. Reads bypass the system's page cache if the file system allows it. The
+    other bandwidths keep the defaults of `Bandwidths`: set those of your accelerator with `dataclasses.replace`.
 
     Args:
         folder: a folder with large files, such as a checkpoint.
@@ -61,14 +61,14 @@ def measure_bandwidths(folder: str | os.PathLike | None = None) -> Bandwidths:
         ValueError: the folder has no file of 1 MB or more.
     """
     drive = {} if folder is None else {"drive": _drive(Path(folder))}
-    # Decoding is mostly matrix-vector products; this matrix is larger than any processor cache.
+    # Decoding is mostly matrix-vector products. This matrix of 512 MB is larger than any processor cache.
     matrix, vector = torch.ones(16384, 8192), torch.ones(8192)
     seconds = min(timeit.repeat(lambda: torch.mv(matrix, vector), number=1, repeat=5))
     return Bandwidths(**drive, ram=matrix.nbytes / seconds)
 
 
 def _drive(folder: Path) -> float:
-    """Return the bytes per second at which threads read the folder's largest file in large pieces."""
+    """Return the bytes per second at which several threads read the folder's largest file in large pieces."""
     sizes = {path: path.stat().st_size for path in folder.rglob("*") if path.is_file()}
     largest = max(sizes, key=sizes.__getitem__, default=folder)
     size = min(sizes.get(largest, 0), _MOST_BYTES) // mmap.PAGESIZE * mmap.PAGESIZE
@@ -79,7 +79,7 @@ def _drive(folder: Path) -> float:
         file = os.open(largest, os.O_RDONLY)
 
     def read(first: int) -> int:
-        # Each thread reuses one buffer: allocating new pages would take as long as reading.
+        # Each thread reuses one buffer, since allocating new pages would take as long as reading.
         memory = pages(_PIECE)
         begins = range(first, size, _READERS * _PIECE)
         return sum(os.preadv(file, [memory[: size - begin]], begin) for begin in begins)

@@ -13,7 +13,7 @@ from .units import Sizes, Unit
 
 @dataclass(frozen=True)
 class Placement:
-    """An assignment of a model's units to devices.
+    """An assignment of a model's units to devices: 0, 1, ... for accelerators, "cpu" for RAM, and "disk".
 
     Attributes:
         units: in the order in which they run.
@@ -62,6 +62,27 @@ class Placement:
         """Return the bytes of weights and KV cache on a device; offloaded experts count once `place` is chosen."""
         return self.weights().get(device, 0) + self.cache().get(device, 0)
 
+    def expert_caches(self) -> set[Any]:
+        """Return the devices that cache offloaded experts: RAM for experts on disk, else the accelerators."""
+        if self.place == "disk":
+            return {"cpu"}
+        # Each accelerator caches the experts of its own layers; the first one also those of offloaded layers.
+        devices = {device for _, device, place in self.rows() if place is not None}
+        return {self.main if device in ("cpu", "disk") else device for device in devices}
+
+    @property
+    def hit_share(self) -> float:
+        """Return the share of the offloaded experts that fit into their caches; 0 if none are offloaded."""
+        if self.memory is None:
+            return 0.0
+        offloaded = sum(unit.experts for unit, _, place in self.rows() if place is not None)
+        return min(1.0, len(self.expert_caches()) * self.memory / offloaded)
+
+    def remaining(self, room: Mapping[Any, int]) -> dict[Any, int]:
+        """Return the unused bytes of each device."""
+        caches = dict.fromkeys(self.expert_caches(), self.memory or 0)
+        return {device: size - self.used(device) - caches.get(device, 0) for device, size in room.items()}
+
     def device_map(self) -> dict[str, Any]:
         """Return the argument `device_map` of `from_pretrained`."""
         devices = clean_device_map({unit.name: device for unit, device, _ in self.rows()})
@@ -72,57 +93,57 @@ class Placement:
         return devices | dict.fromkeys(apart, self.place)
 
 
-def choose(sizes: Sizes, room: dict[Any, int], disk: bool) -> Placement | None:
+def choose(sizes: Sizes, room: dict[Any, int]) -> Placement | None:
     """Return the first placement that fits: nothing offloaded, then experts, then layers; None if none fits.
 
     Args:
-        sizes: of the model's parts.
-        room: device to its bytes; accelerators (0, 1, ...) before "cpu".
-        disk: whether weights may stay on disk.
+        sizes: bytes of the model's parts.
+        room: device to its bytes for weights and KV cache; accelerators (0, 1, ...) before "cpu".
     """
     units, main = sizes.units, next(iter(room))
     devices = {device: size for device, size in room.items() if device == main or device != "cpu"}
     if filled := _fill_whole(units, devices):
         return filled
-    mixtures = [unit for unit in units if unit.experts and sizes.may_leave]
+    mixtures = [unit for unit in units if unit.experts and sizes.may_offload_experts]
     # With accelerators, offload the experts of as few layers as possible. Without, offload the experts of all layers: a
     # cache of recently used experts has at least as many hits as fixed layers of the same size.
-    for kept in range(len(mixtures) - 1, -1, -1) if main != "cpu" else [0] if disk and mixtures else []:
-        leaving = mixtures[kept:]
-        filled = _fill_whole(units, devices, frozenset(unit.name for unit in leaving), sizes.least)
+    kept_counts = range(len(mixtures))[::-1]
+    for kept in kept_counts if main != "cpu" else kept_counts[-1:]:
+        offloaded = mixtures[kept:]
+        apart = frozenset(unit.name for unit in offloaded)
+        filled = _fill_whole(units, devices, apart, sizes.smallest_cache)
         if filled is None:
             continue
-        size = sum(unit.experts for unit in leaving)
+        size = sum(unit.experts for unit in offloaded)
         if main == "cpu":
             return replace(filled, place="disk", memory=min(size, room["cpu"] - filled.used("cpu")))
         if size <= room["cpu"]:
-            holders = {device for _, device, place in filled.rows() if place is not None}
-            left = min(room[device] - filled.used(device) for device in holders)
+            left = min(room[device] - filled.used(device) for device in filled.expert_caches())
             return replace(filled, place="cpu", memory=min(size, left))
-        if disk and room["cpu"] >= sizes.least:
+        if room["cpu"] >= sizes.smallest_cache:
             return replace(filled, place="disk", memory=min(size, room["cpu"]))
         break
-    return _offload_layers(sizes, room, disk)
+    return _offload_layers(sizes, room)
 
 
-def _offload_layers(sizes: Sizes, room: dict[Any, int], disk: bool) -> Placement | None:
+def _offload_layers(sizes: Sizes, room: dict[Any, int]) -> Placement | None:
     """Return a placement with layers in RAM or on disk; None if none fits."""
     units, main = sizes.units, next(iter(room))
-    apart = frozenset(unit.name for unit in units if unit.experts and sizes.may_leave)
+    apart = frozenset(unit.name for unit in units if unit.experts and sizes.may_offload_experts)
     for place in [""] if not apart else ["disk"] if main == "cpu" else ["cpu", "disk"]:
         limits = dict(room)
         if main != "cpu":
-            limits["cpu"] -= {"": 0, "cpu": sizes.experts, "disk": sizes.least}[place]
-        if limits["cpu"] < 0 or (place == "disk" and not disk):
+            limits["cpu"] -= {"": 0, "cpu": sizes.experts, "disk": sizes.smallest_cache}[place]
+        if limits["cpu"] < 0:
             continue
-        filled = _fill(units, limits, apart, sizes.least)
-        # Reading chosen experts from disk takes less time than reading whole layers.
-        if filled is None or ("disk" in filled.devices and (place == "cpu" or not disk or sizes.is_packed)):
+        filled = _fill(units, limits, apart, sizes.smallest_cache)
+        # With layers on disk, experts go there, too: reading the chosen experts takes less time than reading layers.
+        if filled is None or ("disk" in filled.devices and (place == "cpu" or sizes.is_packed)):
             continue
         if not place:
             return filled
         left = room["cpu"] - filled.used("cpu")
-        memory = sizes.least if place == "cpu" else min(sizes.experts, left)
+        memory = sizes.smallest_cache if place == "cpu" else min(sizes.experts, left)
         return replace(filled, place=place, memory=memory)
     return None
 
@@ -132,7 +153,7 @@ def _fill_whole(
 ) -> Placement | None:
     """Assign all units, with `reserve` bytes free on each device; return None if they do not fit."""
     room = {device: size - reserve for device, size in room.items()}
-    devices = _devices(units, room, apart, leaves_room=False)
+    devices = _devices(units, room, apart, has_copies=False)
     return None if "disk" in devices else Placement(units, devices, next(iter(room)), apart)
 
 
@@ -154,30 +175,32 @@ def _fill(
     room = {
         device: size - (reserve if device != "cpu" or main == "cpu" else 0) for device, size in room.items()
     }
-    # Bytes on the first device for the KV caches of offloaded layers. Reserving them may offload more layers.
-    borrowed = 0
-    while room[main] > borrowed:
-        devices = _devices(units, {**room, main: room[main] - borrowed}, apart, leaves_room=True)
+    # The first device keeps the KV caches of offloaded layers. Bytes reserved for them may offload more layers, whose
+    # caches need more bytes, until the reserve is large enough.
+    reserved = 0
+    while room[main] > reserved:
+        devices = _devices(units, {**room, main: room[main] - reserved}, apart, has_copies=True)
         offloaded = {"cpu", "disk"} - {main}
         needed = sum(unit.cache for unit, device in zip(units, devices, strict=True) if device in offloaded)
-        if needed <= borrowed:
+        if needed <= reserved:
             return Placement(units, devices, main, apart)
-        borrowed = needed
+        reserved = needed
     return None
 
 
 def _devices(
-    units: Sequence[Unit], room: Mapping[Any, int], apart: frozenset[str], leaves_room: bool
+    units: Sequence[Unit], room: Mapping[Any, int], apart: frozenset[str], has_copies: bool
 ) -> list[Any]:
     """Return the device of each unit; units that fit on no device go to the disk.
 
-    With `leaves_room` the first device and RAM keep enough bytes free to copy the largest later unit into.
+    With `has_copies` offloaded layers are copied to the first device through RAM. So both keep enough bytes free for
+    the largest later unit.
     """
     sizes = [unit.weights + unit.cache + unit.experts * (unit.name not in apart) for unit in units]
     largest_after = [*accumulate(reversed(sizes[1:]), max, initial=0)][::-1]
     devices = iter([*room, "disk"])
     device, used = next(devices), 0
-    copies_to = {device, "cpu"} if leaves_room else set()
+    copies_to = {device, "cpu"} if has_copies else set()
     placed: dict[str, Any] = {}
     for unit, size, largest in zip(units, sizes, largest_after, strict=True):
         if unit.tied_to:

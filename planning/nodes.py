@@ -1,4 +1,4 @@
-"""Plan how the accelerators of several machines share a model, and the bytes on each."""
+"""Plan how the accelerators of several machines share a model, and how many bytes each of them holds."""
 
 import math
 from dataclasses import dataclass
@@ -10,24 +10,23 @@ from ..modeling.registration import empty_model
 from .shares import card_bytes, layers_of_stages
 from .units import Sizes
 
-# Bytes per trained parameter: weight, gradient and AdamW's two averages, in float32.
+# Bytes for each trained parameter: weight, gradient and AdamW's two averages, in float32.
 _TRAINED_BYTES = 16
 
 
 @dataclass(frozen=True)
 class NodesPlan:
-    """A division of a model among the accelerators of one or more nodes. Sizes are bytes.
+    """A division of a model among the accelerators of one or more nodes. Memory sizes are bytes.
 
     Attributes:
         nodes, gpus: number of nodes, and of accelerators in each.
         is_training: whether the plan is for training with FSDP2; else it is for inference.
         sizes: fields of `DistributedConfig`: tp_size, ep_size and pp_size, or fsdp_size and dp_replicate_size.
-        copies: number of copies of the model. In inference each copy generates by itself; in training they are the
-            `dp_replicate_size` replicas.
-        room: memory of an accelerator without headroom.
-        weights: bytes on the fullest accelerator; in training with gradients and AdamW's averages.
-        cache: bytes of keys and values there; in training those of the largest modules that FSDP2 gathers at once;
-            activations use the headroom.
+        copies: number of copies of the model. In inference each copy generates independently; in training they are
+            the `dp_replicate_size` replicas.
+        room: memory of an accelerator without headroom. Activations use the headroom.
+        weights: weights on the fullest accelerator; in training with their gradients and AdamW's averages.
+        cache: keys and values on that accelerator; in training the two largest modules, which FSDP2 gathers at once.
         notes: advice, in sentences.
     """
 
@@ -50,13 +49,17 @@ class NodesPlan:
         """Return the arguments of transformers' `DistributedConfig`."""
         return {name: size for name, size in self.sizes.items() if size > 1}
 
+    def _parts(self) -> str:
+        """Return what the fullest accelerator holds, in GB, as text."""
+        weights = "weights, gradients and AdamW's averages" if self.is_training else "weights"
+        cache = "gathered weights" if self.is_training else "KV cache"
+        return f"{self.weights / GB:.2f} GB of {weights}, {self.cache / GB:.2f} GB of {cache}"
+
     def __str__(self) -> str:
         shares = ", ".join(f"{name} {size}" for name, size in self.sizes.items())
         lines = [
             f"{self.nodes} nodes x {self.gpus} accelerators: {shares}, {self.copies} copies",
-            f"an accelerator: {self.weights / GB:.2f} GB of weights and what belongs to them, {self.cache / GB:.2f} GB "
-            f"of {'gathered weights' if self.is_training else 'cache'}, {self.remaining / GB:.2f} GB of "
-            f"{self.room / GB:.2f} left",
+            f"the fullest accelerator: {self._parts()}, {self.remaining / GB:.2f} GB of {self.room / GB:.2f} free",
         ]
         return "\n".join([*lines, *self.notes])
 
@@ -78,19 +81,19 @@ def plan_nodes(
         nodes, gpus: number of nodes, and of accelerators in each.
         room: bytes of each accelerator.
         training: whether to plan training with FSDP2.
-        cache: tokens of context, rows, and tokens of the prompt in one forward pass.
+        cache: tokens in the KV cache, rows, and tokens of the prompt in one forward pass.
 
     Raises:
-        ValueError: a vision tower; quantized weights, which cannot be divided; or too little memory, with the sizes.
+        ValueError: the model is a vision tower; its weights are quantized, and cannot be divided; or it does not fit.
     """
     config = model.config
     if isinstance(config, LlamoeVisionConfig):
         raise ValueError(
-            "A vision tower alone can only be planned for one machine: leave nodes and training out."
+            "A vision tower alone can be planned only for one machine: leave nodes and training out."
         )
     if sizes.form not in ("float32", "bfloat16", "float16"):
         raise ValueError(
-            f"{sizes.form}: quantized weights cannot be divided among processes: give bits=16, or no nodes."
+            f"{sizes.form} weights cannot be divided among processes: give bits=16, or leave nodes out."
         )
     cards, tried = nodes * gpus, []
     if training:
@@ -100,7 +103,7 @@ def plan_nodes(
             _split(config, sizes, cards, stages, tp, cache)
             for stages in _divisors(nodes)
             for tp in reversed(_divisors(gpus))
-            if stages <= config.get_text_config().num_hidden_layers and _divides(config, tp)
+            if stages <= config.get_text_config().num_hidden_layers and _divides_heads(config, tp)
         )
     for split in splits:
         plan = NodesPlan(nodes, gpus, training, room=room, **split)
@@ -109,9 +112,8 @@ def plan_nodes(
         tried.append(plan)
     least = min(tried, key=lambda plan: plan.weights + plan.cache)
     raise ValueError(
-        f"each of {cards} accelerators would hold at least {least.weights / GB:.1f} GB of weights and what belongs to "
-        f"them and {least.cache / GB:.1f} GB of {'gathered weights' if training else 'cache'}, and has room for "
-        f"{room / GB:.1f}: take more or larger ones"
+        f"The model does not fit: the fullest of {cards} accelerators would hold {least._parts()}, and has room for "
+        f"{room / GB:.2f} GB. Take more or larger accelerators."
     )
 
 
@@ -119,7 +121,8 @@ def _divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
-def _divides(config: Any, tp: int) -> bool:
+def _divides_heads(config: Any, tp: int) -> bool:
+    """Return True if `tp` accelerators can share the attention heads of each part of the model equally."""
     parts = (config, *(getattr(config, name) for name in config.sub_configs))
     heads = ("num_attention_heads", "num_key_value_heads")
     return not any(getattr(part, name, tp) % tp for part in parts for name in heads)
@@ -127,7 +130,7 @@ def _divides(config: Any, tp: int) -> bool:
 
 def _fsdp(model: Any, sizes: Sizes, cards: int, shards: int) -> dict[str, Any]:
     """Return fields of a `NodesPlan` for FSDP2 that divides weights among `shards` of `cards` accelerators."""
-    # FSDP2 gathers the next module in 16 bits while the current one computes, so two are held at once.
+    # FSDP2 gathers the next module in 16 bits while the current one computes, so two modules are in memory at once.
     gathered = sorted(2 * (unit.weights + unit.experts) // sizes.element_size for unit in sizes.units)[-2:]
     # FSDP2 divides the first axis. With fewer experts than accelerators, some hold one and the others none.
     numbers = sum(-(-len(weight) // shards) * math.prod(weight.shape[1:]) for weight in model.parameters())
@@ -145,7 +148,8 @@ def _split(
 ) -> dict[str, Any]:
     """Return fields of a `NodesPlan` for pipeline stages, each divided among `tp` accelerators.
 
-    These share attention heads and inner sizes; with a single stage they share experts, too.
+    The accelerators of a stage share attention heads and the inner sizes of feed-forwards. If there is only one stage,
+    they also share the experts.
     """
     (context, batch, prefill), notes = cache, []
     if stages > 1 and isinstance(config, LlamoeConfig):
@@ -158,20 +162,20 @@ def _split(
     model.keep_uneven_experts(tp)
     weights = card_bytes(model, tp, ep, stages, sizes.element_size)
     per_layer = cache_bytes(config, context, batch, sizes.element_size, prefill)
-    held = [sum(per_layer[a:b]) // tp for a, b in layers_of_stages(text.num_hidden_layers, stages)]
-    most = max(range(stages), key=lambda stage: weights[stage] + held[stage])
+    of_stages = [sum(per_layer[a:b]) // tp for a, b in layers_of_stages(text.num_hidden_layers, stages)]
+    most = max(range(stages), key=lambda stage: weights[stage] + of_stages[stage])
     if stages > 1 and experts:
         notes.append(
-            "transformers does not combine pipeline stages with expert parallelism: each expert is divided."
+            "transformers does not combine pipeline stages with expert parallelism, so each expert is divided."
         )
     elif stages > 1:
-        notes.append("Pipeline stages wait for each other: they save memory, not time.")
+        notes.append("Pipeline stages save memory but no time, because they wait for each other.")
     elif experts and ep < tp:
         notes.append(f"{experts} experts cannot be divided by {tp}, so each expert is divided.")
     return {
         "sizes": {"tp_size": tp, "ep_size": ep, "pp_size": stages},
         "copies": cards // (tp * stages),
         "weights": weights[most],
-        "cache": held[most],
+        "cache": of_stages[most],
         "notes": notes,
     }

@@ -1,4 +1,4 @@
-"""Plan the placement of a model on one machine: accelerators first, then experts and layers in RAM or on disk."""
+"""Plan the placement of a model: on one machine's accelerators, with experts and layers in RAM or on disk if needed."""
 
 import os
 from collections.abc import Sequence
@@ -11,10 +11,10 @@ from ..configuration.memory import default_context
 from ..configuration.quantization import as_quantization
 from ..configuration.sizes import GB, bytes_of, count_of
 from .bandwidths import Bandwidths
-from .filling import Placement, choose
+from .filling import choose
 from .nodes import NodesPlan, plan_nodes
 from .source import Source, read_source
-from .speed import bytes_of_step, seconds_of_step
+from .speed import expert_bytes, seconds_of_step
 from .table import lines_of
 from .training import DEFAULT_TOKENS, TrainingPlan, training_sizes
 from .units import sizes_of
@@ -22,31 +22,31 @@ from .units import sizes_of
 
 @dataclass(frozen=True)
 class PlacementPlan:
-    """A placement of a model on one machine. Sizes are bytes; devices are 0, 1, ... for accelerators, "cpu" and "disk".
+    """A placement of a model on one machine. Devices are 0, 1, ... for accelerators, "cpu" for RAM, and "disk".
 
-    `from_pretrained(folder, **plan.arguments())` loads the model by it.
+    `from_pretrained(folder, **plan.arguments())` loads the model as planned. Sizes are bytes.
 
     Attributes:
         device_map: argument of `from_pretrained`.
-        experts_memory: argument of `from_pretrained`: bytes for recently used experts, in RAM if all experts are on
-            disk, on each accelerator if they are in RAM. None if no experts are offloaded.
-        room: device to the bytes that it has for weights and cache: its memory without headroom.
-        weights: device to bytes of weights, with experts.
-        cache: device to bytes of the full KV cache.
-        experts: device to bytes of routed experts, which are part of `weights`.
-        remaining: device to unused bytes of its room; `experts_memory` counts as used.
-        parts: part of the model to its numbers of parameters and of bytes.
+        experts_memory: argument of `from_pretrained`: size of the cache of recently used experts. If the experts are on
+            disk, the cache is in RAM; if they are in RAM, each accelerator has one. None if no experts are offloaded.
+        room: device to the memory that it has for weights and cache. Headroom and training steps are subtracted.
+        weights: device to size of its weights, with experts.
+        cache: device to size of its full KV cache.
+        experts: device to size of its routed experts, which are part of `weights`.
+        remaining: device to unused memory of its room; `experts_memory` counts as used.
+        parts: name of each part of the model to its number of parameters and its bytes.
         form: dtype or format of the weights.
         context, prefill, batch: tokens in the KV cache, tokens of the prompt in one forward pass, and rows.
-        expert_bytes_per_step: bytes of routed experts that a decoding step of all rows reads, from any device.
+        expert_bytes_per_step: routed experts that a decoding step of all rows reads, from all devices together.
         hit_share: share of the offloaded experts that fit into `experts_memory`: the cache's hit rate if all experts
-            are chosen equally often.
+            are equally likely.
         seconds: estimated seconds of one decoding step, by cause.
-        tokens_per_second: of all rows together, estimated from bandwidths alone; None for a vision tower.
+        tokens_per_second: of all rows together, estimated from bandwidths alone; None for vision towers and training.
         bandwidths: bandwidths of the estimate.
         notes: advice, in sentences.
-        dtype: argument of `from_pretrained` if `bits` was 16 or 32; None keeps the dtype of the files.
-        training: memory of a training step with adapters, which `room` leaves out; None if none was planned.
+        dtype: argument of `from_pretrained` if `bits` was given; None keeps the dtype of the files.
+        training: memory of a training step with adapters; None if no training was planned.
     """
 
     device_map: dict[str, Any]
@@ -72,9 +72,9 @@ class PlacementPlan:
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of `from_pretrained`: device_map, and experts_memory and dtype if they are not None."""
-        more = {"experts_memory": self.experts_memory, "dtype": self.dtype}
-        given = {name: value for name, value in more.items() if value is not None}
-        return {"device_map": dict(self.device_map), **given}
+        optional = {"experts_memory": self.experts_memory, "dtype": self.dtype}
+        optional = {name: value for name, value in optional.items() if value is not None}
+        return {"device_map": dict(self.device_map), **optional}
 
     def __str__(self) -> str:
         return "\n".join(lines_of(self))
@@ -86,7 +86,6 @@ def plan_placement(
     gpus: int | Sequence[int | str] | None = None,
     gpu_memory: int | str = "80GB",
     ram: int | str | None = None,
-    disk: bool = True,
     bits: int | None = None,
     quantization: QuantizationConfig | str | None = None,
     context: int | None = None,
@@ -101,51 +100,52 @@ def plan_placement(
 ) -> PlacementPlan | NodesPlan:
     """Plan the device of each part of a model, before a weight is read or downloaded.
 
-    The whole model goes to the accelerators if it fits. If not, the routed experts of as few layers as possible are
-    kept in RAM and computed there. If they do not fit into RAM, they stay on disk, and the free RAM caches recently
-    used ones. If all other weights do not fit on the accelerators either, the last layers are copied from RAM or disk
-    in every forward pass, as accelerate does. Without accelerators the CPU computes everything.
+    The whole model goes to the accelerators if it fits. If not, the routed experts of as few layers as possible stay in
+    RAM, and the CPU computes them when they are not in the accelerators' cache. If these experts do not fit into RAM,
+    they stay on disk, and free RAM caches the recently used ones. If the other weights do not fit on the accelerators
+    either, the last layers are copied from RAM or disk in every forward pass, as accelerate does. Without accelerators
+    the CPU computes everything.
 
     Args:
-        model: a configuration, ours or stock, the name of a preset, a config.json, or a folder; or a `Source` of
-            `llamoe.planning`, if its headers are read already.
-        gpus: number of accelerators, or the memory of each; None: those of this machine, with their free memory.
+        model: a configuration of llamoe or transformers, the name of a preset, a config.json, a folder, or the result
+            of `llamoe.planning.read_source`.
+        gpus: number of accelerators, or a list with the memory of each. None takes those of this machine, with the
+            memory that is free now.
         gpu_memory: memory of each accelerator if `gpus` is a number; bytes, or a text like "24GB".
-        ram: bytes of RAM, or a text like "64GB"; None: the free RAM of this machine.
-        disk: whether weights may stay on disk.
-        bits: bits of a weight: 32, 16, or 8 or 4, which bitsandbytes applies to linear layers and routed experts. None:
-            the dtypes of the folder's files, or 16 without files.
-        quantization: plan one of llamoe's formats instead: a `QuantizationConfig`, or "int8", "int4", "int4:128" with
-            the size of its groups.
-        context: tokens of prompt and answer in the KV cache; by default 8192, or the model's limit if lower.
+        ram: bytes of RAM, or a text like "64GB"; None takes the RAM of this machine that is free now.
+        bits: bits of a plain weight: 32 or 16. None takes the dtypes of the folder's files, or 16 bits without files.
+        quantization: one of llamoe's formats, in place of `bits`: a `QuantizationConfig`, or "int8", "int4", or
+            "int4:128" for groups of 128 inputs. bitsandbytes' 4 bits take about as many bytes as "int4:64".
+        context: tokens of prompt and answer in the KV cache; by default 8192, or the model's limit if that is lower.
         batch: rows in the KV cache.
         prefill: most tokens of the prompt in one forward pass; by default all.
-        headroom: memory of each device that is kept free for activations.
-        bandwidths: result of `measure_bandwidths()`; by default assumed ones.
-        nodes: number of equal machines. With more than one, the plan divides the model among their accelerators: heads,
-            inner sizes and experts within a node, and pipeline stages over nodes if one node is too small.
-        training: plan training with FSDP2: weights, gradients and AdamW's averages are divided within each node if they
-            fit, else over all nodes.
-        adapters: plan training of LoRA adapters of this rank: memory for a step is kept free, and the plan's `training`
-            itemises it. Then `context` is the tokens of a row, 1024 by default, `batch` the rows of a step, and there
-            is no KV cache.
+        headroom: memory of each device that stays free for activations.
+        bandwidths: result of `measure_bandwidths()`; by default the assumed ones of `Bandwidths`.
+        nodes: number of equal machines. With more than one, the plan divides the model among their accelerators:
+            attention heads, inner sizes and experts within a node, and layers over nodes if one node is too small.
+        training: plan training of all weights with FSDP2. Weights, gradients and AdamW's averages are divided within
+            each node if they fit, else over all nodes.
+        adapters: plan training of LoRA adapters of this rank. Memory for a training step stays free, and the plan's
+            `training` lists what takes it. Then `context` is the number of tokens of a row, 1024 by default, `batch`
+            the number of rows of a step, and there is no KV cache.
         adapt_experts: whether routed experts get adapters, too.
 
     Returns:
-        a `PlacementPlan`; a `NodesPlan` for several nodes or for training.
+        a `PlacementPlan`; a `NodesPlan` for several nodes or with `training`.
 
     Raises:
-        ValueError: a wrong argument, or a model that does not fit on these devices, with the sizes.
+        ValueError: an argument is wrong, or the model does not fit on these devices; the message has the sizes.
     """
     source, packing = read_source(model), as_quantization(quantization)
     config, sizes = source.config, sizes_of(source, bits, packing)
+    bandwidths = bandwidths or Bandwidths()
     room = _room(gpus, gpu_memory, ram, bytes_of("headroom", headroom))
     count_of("batch", batch)
-    step = None
+    has_nodes, step = count_of("nodes", nodes) > 1 or training, None
     if adapters is not None:
-        if count_of("nodes", nodes) > 1 or training:
+        if has_nodes:
             raise ValueError(
-                f"adapters={adapters}: needs a plan for one machine; leave nodes and training out."
+                f"adapters={adapters} can be planned only for one machine: leave nodes and training out."
             )
         context, prefill = count_of("context", DEFAULT_TOKENS if context is None else context), None
         rank, on_cpu = count_of("adapters", adapters), len(room) == 1
@@ -158,33 +158,31 @@ def plan_placement(
         context = default_context(config) if context is None else context
         prefill = context if prefill is None else min(count_of("prefill", prefill), context)
         sizes = sizes.with_cache(cache_bytes(config, context, batch, sizes.element_size, prefill))
-    if count_of("nodes", nodes) > 1 or training:
+    if has_nodes:
         gpu_sizes = {size for device, size in room.items() if device != "cpu"}
         if len(gpu_sizes) != 1:
             raise ValueError(
-                f"gpus={gpus!r}: plans with nodes or training need equal accelerators, at least one."
+                f"gpus={gpus!r}: plans with nodes or training need at least one accelerator, and equal ones."
             )
         cache = (context, batch, prefill)
         return plan_nodes(source.model, sizes, nodes, len(room) - 1, gpu_sizes.pop(), training, cache)
-    placement = choose(sizes, room, disk)
+    placement = choose(sizes, room)
     if placement is None:
         parts = {"weights": sum(unit.weights for unit in sizes.units), "routed experts": sizes.experts}
-        parts[f"the cache of {context} tokens in {batch} rows"] = sum(unit.cache for unit in sizes.units)
-        if step is not None:
-            parts["memory for a training step, taken off the room"] = step.memory
+        parts[f"a KV cache of {context} tokens in {batch} rows"] = sum(unit.cache for unit in sizes.units)
         takes = ", ".join(f"{part} {size / GB:.1f}" for part, size in parts.items())
         has = ", ".join(f"{device} {size / GB:.1f}" for device, size in room.items())
+        without = f"headroom and {step.memory / GB:.1f} GB for a training step" if step else "headroom"
         raise ValueError(
-            f"the model does not fit ({takes} GB) into the devices' room ({has} GB): take more memory, fewer bits, a "
-            f"smaller context{'' if disk else ', or disk=True'}"
+            f"The model ({takes} GB) does not fit into the devices' memory without {without} ({has} GB): take more "
+            "memory, fewer bits, or a smaller context."
         )
-    remaining, hit_share = _remaining(placement, room)
-    seconds = seconds_of_step(placement, sizes.chosen, batch, hit_share, bandwidths or Bandwidths())
+    seconds = seconds_of_step(placement, sizes.chosen, batch, bandwidths)
     if step is not None and placement.memory is not None:
-        leaving = (unit for unit, _, place in placement.rows() if place is not None)
-        read = sum(bytes_of_step(unit, sizes.chosen, step.tokens * batch) for unit in leaving)
+        offloaded = (unit for unit, _, place in placement.rows() if place is not None)
+        read = sum(expert_bytes(unit, sizes.chosen, step.tokens * batch) for unit in offloaded)
         # The backward pass reads experts in reverse order, so the last used ones are still cached.
-        step = replace(step, expert_bytes=round(2 * read * (1 - hit_share)))
+        step = replace(step, expert_bytes=round(2 * read * (1 - placement.hit_share)))
     # Towers and training steps generate no tokens.
     generates = step is None and context is not None
     return PlacementPlan(
@@ -194,19 +192,19 @@ def plan_placement(
         weights=placement.weights(),
         cache=placement.cache(),
         experts=placement.experts(),
-        remaining=remaining,
+        remaining=placement.remaining(room),
         parts=sizes.parts,
         form=sizes.form,
         context=context,
         prefill=prefill,
         batch=batch,
-        expert_bytes_per_step=round(sum(bytes_of_step(unit, sizes.chosen, batch) for unit in sizes.units)),
-        hit_share=hit_share,
+        expert_bytes_per_step=round(sum(expert_bytes(unit, sizes.chosen, batch) for unit in sizes.units)),
+        hit_share=placement.hit_share,
         seconds=seconds,
         tokens_per_second=batch / sum(seconds.values()) if generates else None,
-        bandwidths=bandwidths or Bandwidths(),
-        notes=_notes(placement.place, bits, packing),
-        dtype=sizes.form if bits in (16, 32) else None,
+        bandwidths=bandwidths,
+        notes=[] if packing is None else [_how_to_quantize(packing, bool(placement.place))],
+        dtype=sizes.form if bits else None,
         training=step,
     )
 
@@ -227,46 +225,17 @@ def _room(gpus: Any, gpu_memory: Any, ram: Any, headroom: int) -> dict[Any, int]
     room["cpu"] = max(0, memory - headroom)
     if min(list(room.values())[: len(sizes) or 1]) <= 0:
         raise ValueError(
-            f"a device has no memory beside headroom={headroom / GB:g} GB, which is kept free for activations: give "
+            f"A device has no more memory than headroom={headroom / GB:g} GB, which stays free for activations: give "
             "more memory, or a smaller headroom."
         )
     return room
 
 
-def _remaining(placement: Placement, room: dict[Any, int]) -> tuple[dict[Any, int], float]:
-    """Return each device's unused bytes, and the share of offloaded experts that fit into the experts' memory."""
-    weights, cache, memory = placement.weights(), placement.cache(), placement.memory
-    remaining = {
-        device: size - weights.get(device, 0) - cache.get(device, 0) for device, size in room.items()
-    }
-    if memory is None:
-        return remaining, 0.0
-    leaving = [(unit, device) for unit, device, place in placement.rows() if place is not None]
-    # Each accelerator with layers of offloaded experts has its own cache of experts.
-    holders = {placement.main if device in ("cpu", "disk") else device for _, device in leaving}
-    if placement.place == "disk":
-        holders = {"cpu"}
-    for holder in holders:
-        remaining[holder] -= memory
-    return remaining, min(1.0, len(holders) * memory / sum(unit.experts for unit, _ in leaving))
-
-
-def _notes(place: str, bits: int | None, quantization: QuantizationConfig | None) -> list[str]:
-    """Return advice on how to get weights of the planned format; `place` is the device of offloaded experts."""
-    if quantization is not None:
-        form, size = quantization.weights, quantization.group_size
-        group, argument = (f" --group-size {size}", f", group_size={size}") if form == "int4" else ("", "")
-        loads = (
-            f', or load IN with these and quantization_config=llamoe.QuantizationConfig("{form}"{argument})'
-        )
-        run = f"Run `llamoe quantize IN OUT --to {form}{group}`, and load OUT with these arguments"
-        return [f"{run}{'' if place else loads}."]
-    if bits not in (4, 8):
-        return []
-    if place:
-        run = f"run `llamoe quantize IN OUT --to int{bits}`, and plan OUT."
-        return [f"Offloaded experts are read in the format of the files: {run}"]
-    argument = f"quantization_config=BitsAndBytesConfig(load_in_{bits}bit=True)"
-    return [
-        f"bitsandbytes quantizes while the model is loaded: add {argument} to the arguments of from_pretrained."
-    ]
+def _how_to_quantize(quantization: QuantizationConfig, is_offloaded: bool) -> str:
+    """Return how to get weights in the planned format; offloaded experts need a folder that is quantized already."""
+    form, size = quantization.weights, quantization.group_size
+    option, argument = (f" --group-size {size}", f", group_size={size}") if form == "int4" else ("", "")
+    text = f"Run `llamoe quantize IN OUT --to {form}{option}`, and load OUT with these arguments"
+    if not is_offloaded:
+        text += f', or load IN with quantization_config=llamoe.QuantizationConfig("{form}"{argument}) added'
+    return f"{text}."

@@ -1,4 +1,4 @@
-"""Compute the share of a model's weights that a process holds in tensor, expert and pipeline parallelism."""
+"""Compute the bytes of weights that one process holds in tensor, expert and pipeline parallelism."""
 
 import math
 from bisect import bisect
@@ -10,13 +10,19 @@ from transformers.distributed.pipeline_parallel import PipelineStage
 
 
 def layers_of_stages(layers: int, stages: int) -> list[tuple[int, int]]:
-    """Return the range of layers of each pipeline stage, `(first, last + 1)`, as transformers divides them."""
+    """Return the layers of each pipeline stage as `(first, last + 1)`, divided as transformers divides them."""
     sizes: Any = SimpleNamespace(pp_size=stages)
     return [PipelineStage.layer_range_for_rank(sizes, stage, layers) for stage in range(stages)]
 
 
 def card_bytes(model: Any, tp: int, ep: int, pp: int, element_size: int) -> list[int]:
-    """Return the bytes of weights on the first process of each stage, which has the largest share."""
+    """Return the bytes of weights on the first process of each pipeline stage, which has the largest share.
+
+    Args:
+        model: the model without weights.
+        tp, ep, pp: sizes of tensor, expert and pipeline parallelism; 1 is off.
+        element_size: bytes of a parameter.
+    """
     text = model.config.get_text_config()
     ends = [end for _, end in layers_of_stages(text.num_hidden_layers, pp)]
     sizes = [0] * pp
@@ -34,7 +40,7 @@ def card_bytes(model: Any, tp: int, ep: int, pp: int, element_size: int) -> list
 
 
 def _share(model: Any, name: str, shape: tuple[int, ...], tp: int, ep: int) -> tuple[int, ...]:
-    """Return the shape of a weight's part on the first process."""
+    """Return the shape of the part of a weight that the first process holds."""
     rule = replace_layer_number_by_wildcard(name)
     if ep > 1 and rule in model._ep_plan:
         return -(-shape[0] // ep), *shape[1:]
@@ -48,6 +54,7 @@ def _share(model: Any, name: str, shape: tuple[int, ...], tp: int, ep: int) -> t
         axis = len(shape) - 1
     if axis is None:
         return shape
+    # Gate and up of a packed weight are divided separately.
     pieces = 2 if style.startswith("packed") else 1
     size = pieces * -(-(shape[axis] // pieces) // tp)
     return *shape[:axis], size, *shape[axis + 1 :]

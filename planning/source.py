@@ -1,4 +1,4 @@
-"""Read the input of a plan: a configuration, the sizes of its tensors in files, and the model without weights."""
+"""Read the input of a plan: a configuration, the sizes of the tensors in its folder, and the model without weights."""
 
 import os
 from collections.abc import Mapping
@@ -22,10 +22,10 @@ class Source:
 
     Attributes:
         config: configuration of any of llamoe's models.
-        quantization: quantization_config of config.json; None for plain weights.
-        stored: name of each tensor in the files to its dtype's name and its bytes; if another program packed the
-            weights, the bytes of the loaded model. None without files.
-        are_safetensors: whether the files are safetensors, from which single experts can be read.
+        quantization: `quantization_config` of config.json; None if the weights are not quantized.
+        stored: name of each tensor in the files to the name of its dtype and its bytes. If another program has packed
+            the weights, these are the bytes that they take after loading. None if there are no files.
+        are_safetensors: whether all files are safetensors, from which a single expert can be read.
     """
 
     config: LlamoeBaseConfig
@@ -45,7 +45,7 @@ class Source:
 
     @property
     def has_stacked_scales(self) -> bool:
-        """Return True if scales of all experts are one tensor, so that no expert can be read alone."""
+        """Return True if one tensor holds the scales of all experts of a layer: then no expert can be read alone."""
         ends = self.layout.stacked_scales if self.layout else ()
         return any(key.endswith(ends) for key in self.stored or ())
 
@@ -57,44 +57,48 @@ class Source:
 
 
 def read_source(model: Any) -> Source:
-    """Read the source of a plan from a configuration, ours or stock, a preset's name, a folder or a config.json.
+    """Read the input of a plan.
+
+    Args:
+        model: a configuration of llamoe or transformers, the name of a preset, a folder, a config.json, or a `Source`,
+            which is returned as it is.
 
     Raises:
-        ValueError: it does not exist, or it describes no model that llamoe has.
+        ValueError: the folder or file does not exist, or its configuration is of a model that llamoe does not have.
     """
     if isinstance(model, Source):
         return model
     if not isinstance(model, (str, os.PathLike)):
-        return _source(from_stock(model))
+        return _without_files(from_stock(model))
     path = Path(model)
     if not path.exists() and str(model) == path.name:
         return Source(preset(path.name))
     if not path.is_dir():
-        return _source(from_stock(read_json(path)))
-    config, weights = from_stock(read_json(path / "config.json")), find_weights(path)
+        return _without_files(from_stock(read_json(path)))
+    source, weights = _without_files(from_stock(read_json(path / "config.json"))), find_weights(path)
     if weights is None:
-        return _source(config)
-    layout = _source(config).layout
+        return source
     stored = {
         key: (
             str(DTYPES.get(header.dtype, header.dtype)).removeprefix("torch."),
-            _loaded(key, header, layout),
+            _bytes_when_loaded(key, header, source.layout),
         )
         for file in weights
         for key, header in read_header(file).items()
     }
-    return _source(config, stored, all(str(file).endswith(".safetensors") for file in weights))
+    are_safetensors = all(str(file).endswith(".safetensors") for file in weights)
+    return Source(source.config, source.quantization, stored, are_safetensors)
 
 
-def _loaded(key: str, header: TensorHeader, layout: Layout | None) -> int:
+def _bytes_when_loaded(key: str, header: TensorHeader, layout: Layout | None) -> int:
     """Return the bytes that a tensor of a file takes in the loaded model."""
     kind = key.rpartition(".")[2]
     is_packed = layout is not None and layout.holds(kind, header.dtype)
     return layout.nbytes_loaded(kind, header.nbytes) if is_packed else header.nbytes
 
 
-def _source(config: Any, *files: Any) -> Source:
+def _without_files(config: Any) -> Source:
     quantization = getattr(config, "quantization_config", None)
     if quantization is not None and not isinstance(quantization, dict):
         quantization = quantization.to_dict()
-    return Source(config, quantization, *files)
+    return Source(config, quantization)

@@ -6,7 +6,6 @@ from typing import Any
 
 from ..configuration.sizes import GB
 
-_IN_FEW_BITS = ("int8", "int4")
 Rows = list[tuple[str, str]]
 
 
@@ -17,36 +16,34 @@ def lines_of(plan: Any) -> list[str]:
     for part, (numbers, size) in plan.parts.items():
         bytes_per_number = size / numbers if numbers else 0
         lines.append(f"  {part:<20}{numbers:>16,} x {bytes_per_number:<5.4g} bytes = {size / GB:>8.3f} GB")
-    if plan.form in _IN_FEW_BITS:
-        lines.append(
-            f"{plan.form}: linear layers and routed experts, as bitsandbytes stores them. Embeddings, routers, norms, "
-            "the head and the tower's patch embedding stay in bfloat16."
-        )
     if plan.cache:
         size = sum(plan.cache.values()) / GB
-        lines.append(f"cache: of {plan.context:,} tokens in {plan.batch:,} rows = {size:.3f} GB")
-    lines += ["room: a device's memory without the headroom, which is kept free for activations", ""]
+        lines.append(f"KV cache: {plan.context:,} tokens in each of {plan.batch:,} rows = {size:.3f} GB")
+    lines += ["room: memory of a device without the headroom, which stays free for activations", ""]
     rows = rows_of(plan)
     width = max(len(label) for label, _ in rows)
     return lines + [f"{label:<{width}}  {text}" if label else text for label, text in rows]
 
 
 def rows_of(plan: Any) -> Rows:
-    """Format devices, offloading, speed and training as pairs of label and text; lines of tables have empty labels."""
+    """Format devices, offloading, speed and training as pairs of label and text.
+
+    Lines of the table of devices, and sentences, have empty labels.
+    """
     rows = [("", line) for line in [*_devices(plan), *_offloaded(plan)]]
     if plan.tokens_per_second is not None:
         rows += [(cause, f"{1000 * seconds:.2f} ms") for cause, seconds in plan.seconds.items()]
         rates = ", ".join(f"{name} {rate / GB:.4g}" for name, rate in vars(plan.bandwidths).items())
         speed = plan.tokens_per_second
         text = f"{speed:,.0f}" if speed >= 1000 else f"{speed:.3g}"
-        text += f" by reading alone, if all experts are chosen equally often (GB/s: {rates})"
+        text += f", if reading took all the time and all experts were equally likely (GB/s: {rates})"
         rows.append(("tokens a second", text))
     return rows + (_training(plan.training) if plan.training else [])
 
 
 def _devices(plan: Any) -> list[str]:
     """Format a table of the devices in GB."""
-    lines = [f"{'device':<8}{'weights':>10}{'cache':>10}{'together':>10}{'room':>10}   holds (GB)"]
+    lines = [f"{'device':<8}{'weights':>10}{'cache':>10}{'together':>10}{'room':>10}   modules (sizes in GB)"]
     for device in [*plan.room, *(["disk"] if plan.weights.get("disk") else [])]:
         weights, cache = plan.weights.get(device, 0), plan.cache.get(device, 0)
         limit = f"{plan.room[device] / GB:.2f}" if device in plan.room else "-"
@@ -63,19 +60,18 @@ def _offloaded(plan: Any) -> list[str]:
     if plan.experts_memory is not None:
         place = "disk" if plan.experts.get("disk") else "cpu"
         where, memory = {
-            "disk": ("on disk", "RAM"),
-            "cpu": ("in RAM", "each accelerator with their layers"),
+            "disk": ("on disk", "of RAM"),
+            "cpu": ("in RAM", "of each accelerator that has their layers"),
         }[place]
         offloaded = plan.experts[place]
         lines.append(
-            f"{offloaded / GB:.2f} GB of routed experts are {where}, and experts_memory={plan.experts_memory} bytes of "
-            f"{memory} hold {plan.hit_share:.1%} of them; a decoding step reads "
-            f"{plan.expert_bytes_per_step / GB:.2f} GB of experts in all."
+            f"{offloaded / GB:.2f} GB of routed experts are {where}. experts_memory={plan.experts_memory} bytes "
+            f"{memory} cache {plan.hit_share:.1%} of them. A decoding step reads "
+            f"{plan.expert_bytes_per_step / GB:.2f} GB of experts, from all devices together."
         )
     outside = sum(plan.weights.get(place, 0) for place in ("cpu", "disk") if place != main) - offloaded
     if outside > 0:
-        is_refused = plan.form in _IN_FEW_BITS or plan.form.startswith("bitsandbytes")
-        refused = ", and bitsandbytes refuses that" if is_refused else ""
+        refused = ", and bitsandbytes refuses that" if plan.form.startswith("bitsandbytes") else ""
         where = "on no accelerator" if main != "cpu" else "on disk"
         lines.append(
             f"{outside / GB:.2f} GB are {where}: every forward pass copies them to device {main}{refused}."
@@ -85,37 +81,38 @@ def _offloaded(plan: Any) -> list[str]:
 
 def _training(step: Any) -> Rows:
     """Format the memory of a training step as pairs of label and text."""
+
+    def gb(size: int) -> str:
+        return f"{size / GB:.2f} GB"
+
     what = "attention, feed-forwards and routed experts" if step.experts else "attention and feed-forwards"
-    adapters, gradients, optimizer, activations, all_activations, loss, unpacked, memory, experts = (
-        f"{size / GB:.2f} GB"
-        for size in (
-            step.adapters, step.gradients, step.optimizer, step.activations, step.activations_without_checkpointing,
-            step.loss, step.unpacked, step.memory, step.expert_bytes,
-        )
-    )  # fmt: skip
+    adapters = f"rank {step.rank} on {what}: {step.trained:,} numbers, {gb(step.adapters)}"
+    activations = (
+        f"{gb(step.activations)} for {step.batch:,} rows of {step.tokens:,} tokens with gradient checkpointing, "
+        f"{gb(step.activations_without_checkpointing)} without"
+    )
     rows = [
-        ("adapters", f"rank {step.rank} on {what}: {step.trained:,} numbers, {adapters}"),
-        ("their gradients", gradients),
-        ("AdamW", f'{optimizer}, or a quarter of it with optim="adamw_bnb_8bit"'),
-        (
-            "activations",
-            f"{activations} of {step.batch:,} rows of {step.tokens:,} tokens with gradient checkpointing, "
-            f"{all_activations} without",
-        ),
-        ("loss", f"{loss} with skip_logits, activations among it"),
+        ("adapters", adapters),
+        ("their gradients", gb(step.gradients)),
+        ("AdamW", f'{gb(step.optimizer)}, or a quarter of it with optim="adamw_bnb_8bit"'),
+        ("activations", activations),
+        ("loss", f"{gb(step.loss)} with skip_logits, including the activations that are kept meanwhile"),
     ]
     if step.unpacked:
-        rows.append(("a packed matrix", f"{unpacked} while it is multiplied"))
-    rows.append(("training takes", f"{memory} beside weights and experts_memory, which the plan keeps free"))
+        rows.append(("unpacked matrix", f"{gb(step.unpacked)} while a quantized matrix is multiplied"))
+    rows.append(
+        ("training takes", f"{gb(step.memory)} beside weights and cached experts; the plan keeps it free")
+    )
     if step.expert_bytes:
-        rows.append(("experts of a step", f"{experts} are read, forwards and backwards"))
+        read = f"{gb(step.expert_bytes)} are read from disk or RAM in the forward and backward passes"
+        rows.append(("offloaded experts", read))
     return rows
 
 
 def summarize(names: list[str]) -> str:
-    """Join the numbers of names that differ in them alone: `l.0`, `l.1`, `l.2` and `l.4` become `l.0-2,4`."""
+    """Join names that differ only in a number: `l.0`, `l.1`, `l.2` and `l.4` become `l.0-2,4`."""
     pieces = []
-    # If names hold several numbers, the last one may differ.
+    # If a name has several numbers, only the last one may differ.
     parts = [re.fullmatch(r"(.+\.)(\d+)(\..*|)", name) or re.fullmatch(r"(.*)()()", name) for name in names]
     for (stem, end), group in groupby(parts, lambda match: (match[1], match[3])):
         numbers = [int(match[2]) for match in group if match[2]]

@@ -1,12 +1,10 @@
-"""Compute the memory of a LoRA training step beyond the weights, on one machine.
+"""Compute the memory that a LoRA training step takes beside the weights, on one machine.
 
-It assumes `llamoe.lora_config` under transformers' Trainer: adapters, their gradients and AdamW's averages in float32,
-frozen weights in their stored format, activations in 16 bits. The tensors that autograd saves in a layer follow from
-the layer's formulas: inputs of adapted matrices (in float32, as the adapters), of norms and of activation functions,
-and those of attention, which is computed in float32 on processors without bfloat16 products. Tests compare the result
-with real models.
-
-Sizes: H hidden, I inner size, K experts of a token, E experts, r rank, A and G channels of queries and of keys.
+The plan is for the adapters of `llamoe.lora_config`, trained by transformers' Trainer: adapters, their gradients and
+AdamW's averages are in float32, frozen weights in their stored format, activations in 16 bits. Which tensors autograd
+saves follows from a layer's formulas: the inputs of adapted matrices (in float32, like the adapters), of norms and of
+activation functions, and the inputs of attention (in float32 on processors without bfloat16 products). Tests compare
+the result with real models.
 """
 
 from dataclasses import dataclass
@@ -21,12 +19,12 @@ from ..modeling.loss import PIECE_LOGITS
 from ..modeling.registration import empty_model
 from .units import Sizes
 
-# Bytes of a number in adapters and norms, and of a number in activations.
+# Bytes of a number in adapters and norms, and in activations.
 _FLOAT, _HALF = 4, 2
 # The loss holds four float32 tensors of the logits' shape at once.
 _LOSS_BYTES = 4 * _FLOAT
 DEFAULT_TOKENS = 1024
-"""Default number of tokens of a row in training."""
+"""Default number of tokens in a row of a training step."""
 
 
 @dataclass(frozen=True)
@@ -38,14 +36,14 @@ class TrainingPlan:
         experts: whether routed experts have adapters.
         tokens, batch: tokens of a row, and rows of a step.
         trained: number of trained parameters.
-        adapters, gradients: bytes of these parameters and of their gradients, in float32.
-        optimizer: AdamW's averages in float32; bitsandbytes' `AdamW8bit` takes a quarter.
-        activations: saved for the backward pass with gradient checkpointing: the inputs of all layers, and all tensors
-            of one layer.
+        adapters, gradients: the trained parameters, and their gradients, in float32.
+        optimizer: AdamW's two averages in float32; bitsandbytes' `AdamW8bit` takes a quarter.
+        activations: tensors saved for the backward pass with gradient checkpointing: the inputs of all layers, and all
+            saved tensors of one layer.
         activations_without_checkpointing: all saved tensors of all layers.
-        loss: memory of the loss with `skip_logits`, and of the activations that are held meanwhile.
-        unpacked: one matrix of packed weights in 16 bits while it is multiplied.
-        expert_bytes: bytes of routed experts that a step reads from disk or RAM.
+        loss: the loss with `skip_logits`, and the activations that are kept while it is computed.
+        unpacked: the largest quantized matrix in 16 bits, as which it is multiplied; 0 for plain weights.
+        expert_bytes: routed experts that a step reads from disk or RAM.
     """
 
     rank: int
@@ -65,9 +63,9 @@ class TrainingPlan:
     @property
     def memory(self) -> int:
         """Return the bytes beside weights and cached experts, with checkpointing, float32 AdamW and `skip_logits`."""
-        held = self.adapters + self.gradients + self.optimizer + self.unpacked
+        whole_step = self.adapters + self.gradients + self.optimizer + self.unpacked
         # The maximum, since the loss is freed before checkpointing recomputes a layer's activations.
-        return held + max(self.activations, self.loss)
+        return whole_step + max(self.activations, self.loss)
 
 
 def training_sizes(
@@ -81,14 +79,14 @@ def training_sizes(
         rank: rank of the adapters.
         experts: whether routed experts have adapters.
         tokens, batch: tokens of a row, and rows of a step.
-        on_cpu: whether this machine's CPU computes the step.
+        on_cpu: whether the CPU of this machine computes the step.
 
     Raises:
         ValueError: a rank below 1, or a model without a head.
     """
     if model.get_output_embeddings() is None:
         raise ValueError(
-            f"{type(model).__name__} has no language model head: adapters are planned for models with one."
+            f"{type(model).__name__} has no output head: adapters can be planned only for language models."
         )
     from peft import inject_adapter_in_model
 
@@ -97,12 +95,12 @@ def training_sizes(
     trained = sum(tensor.numel() for name, tensor in adapted.named_parameters() if "lora_" in name)
     config, count = model.config.get_text_config(), tokens * batch
     layers = [
-        _kept_by_layer(config, index, (batch, tokens), rank, experts, on_cpu)
+        _saved_in_layer(config, index, (batch, tokens), rank, experts, on_cpu)
         for index in range(config.num_hidden_layers)
     ]
-    border = count * config.hidden_size * _HALF
-    # The inputs of the last norm, in float32, and of the head are saved, too.
-    last = count * config.hidden_size * (_FLOAT + _HALF)
+    layer_input = count * config.hidden_size * _HALF
+    # The inputs of the last norm, in float32, and of the output head are saved, too.
+    head_input = count * config.hidden_size * (_FLOAT + _HALF)
     logits = count * config.vocab_size
     is_packed = sizes.form not in ("float32", "bfloat16", "float16")
     return TrainingPlan(
@@ -114,15 +112,15 @@ def training_sizes(
         adapters=_FLOAT * trained,
         gradients=_FLOAT * trained,
         optimizer=2 * _FLOAT * trained,
-        # The gradients of a layer are half as large as its saved tensors.
-        activations=len(layers) * border + last + max(layers) * 3 // 2,
-        activations_without_checkpointing=sum(layers) + last + max(layers) // 2,
-        loss=_LOSS_BYTES * min(logits, PIECE_LOGITS) + len(layers) * border + last,
+        # While a layer runs backward, its gradients take half as much as its saved tensors.
+        activations=len(layers) * layer_input + head_input + max(layers) * 3 // 2,
+        activations_without_checkpointing=sum(layers) + head_input + max(layers) // 2,
+        loss=_LOSS_BYTES * min(logits, PIECE_LOGITS) + len(layers) * layer_input + head_input,
         unpacked=_HALF * _largest_matrix(config) if is_packed else 0,
     )
 
 
-def _kept_by_layer(
+def _saved_in_layer(
     config: Any, index: int, shape: tuple[int, int], rank: int, experts: bool, on_cpu: bool
 ) -> int:
     """Return the bytes that autograd saves in layer `index` for token ids of `shape`, `[B, T]`."""
@@ -143,14 +141,17 @@ def _kept_by_layer(
     dense = 2 * _FLOAT * hidden + (3 * _HALF + _FLOAT) * inner
     if not plan.is_moe:
         return round(count * (norms + attention + dense))
-    a_row = 3 * _HALF * inner + _HALF * hidden + (_FLOAT * (hidden + inner) if experts else 0)
+    routed = 3 * _HALF * inner + _HALF * hidden + (_FLOAT * (hidden + inner) if experts else 0)
     shared = dense if getattr(config, "use_shared_expert", False) else 0
     factors = _FLOAT * config.num_local_experts * rank * (2 * inner + hidden) if experts else 0
-    return round(count * (norms + attention + shared + config.num_experts_per_tok * a_row)) + factors
+    return round(count * (norms + attention + shared + config.num_experts_per_tok * routed)) + factors
 
 
 def _largest_matrix(config: Any) -> int:
-    """Return the size of the largest matrix that is unpacked at once: an expert's gate and up, or a projection."""
+    """Return the number of elements in the largest matrix that is unpacked at once.
+
+    It is an expert's gate and up, one matrix of a dense feed-forward, or a projection of attention.
+    """
     inner = max(
         (2 if plan.is_moe else 1) * plan.intermediate_size
         for plan in map(config.layer_plan, range(config.num_hidden_layers))

@@ -3,24 +3,26 @@
 import gc
 import getpass
 import json
+import math
 import os
 import shutil
 import tempfile
 import time
 from pathlib import Path
 
-# Set before anything imports torch or transformers; processes that tests start inherit it.
+# Set variables before anything imports torch or transformers; processes that tests start inherit them.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# peft's BOFT builds an extension under a lock file in this folder. A killed run leaves it behind, and later ones wait.
+# peft's BOFT builds an extension in this folder under a lock file. If a killed run left the lock in a folder that runs
+# share, all later runs would wait for it.
 os.environ["TORCH_EXTENSIONS_DIR"] = tempfile.mkdtemp()
 if capability := os.environ.get("ATEN_CPU_CAPABILITY"):
-    # torch keeps compiled graphs by their operations, and compiles the lanes of one processor for another.
+    # torch's cache of compiled graphs does not distinguish processors, so that each kind needs another folder.
     cache = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}_{capability}"
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
 if "PYTEST_XDIST_WORKER" in os.environ:
-    # With a thread per core in each worker, workers would mostly wait for each other.
+    # With a thread for each core in each worker, workers would mostly wait for each other.
     cores_each = (os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores_each)))
 
@@ -39,9 +41,10 @@ def pytest_configure(config):
 
 
 class Collections:
-    """Leaves what is there out of garbage collections, and makes them rare: they took a tenth of all time.
+    """A pytest plugin that makes garbage collections rare and short, as they took a tenth of all time.
 
-    Again behind each test in which one took long: libraries that tests import stay, and every Trainer collects.
+    Objects that exist after pytest has collected the tests are left out of garbage collections. So are, after a test in
+    which a garbage collection took long, those that exist then, for example of libraries that the test imported.
     """
 
     def __init__(self):
@@ -71,7 +74,7 @@ class Collections:
 
 
 def pytest_sessionfinish(session):
-    """Let Python find its libraries' objects when it ends: some complain about what is left."""
+    """Let Python collect all objects when it ends: some libraries warn about objects that are left."""
     gc.unfreeze()
     shutil.rmtree(os.environ["TORCH_EXTENSIONS_DIR"], ignore_errors=True)
 
@@ -84,7 +87,8 @@ def pytest_collection_modifyitems(config, items):
         reasons["gpu"] = "needs a CUDA device"
     for item in items:
         for marker, reason in reasons.items():
-            if item.get_closest_marker(marker):  # keywords hold names of folders too
+            # `item.keywords` would contain the names of folders, too.
+            if item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 
@@ -120,9 +124,9 @@ def model_folders(tmp_path_factory):
     """Save a dense model in all forms that transformers reads, and one of each family; do not change them."""
     from support.spoilt_folders import save_all
 
-    place = tmp_path_factory.mktemp("models")
-    save_all(place)
-    return place
+    folder = tmp_path_factory.mktemp("models")
+    save_all(folder)
+    return folder
 
 
 @pytest.fixture
@@ -148,9 +152,9 @@ class ParityTable:
         for name, row in report.user_properties:
             if name == "parity":
                 key = (row["model"], row["against"], row["dtype"], row["note"])
-                # `max` would drop a NaN, which is worse than every number.
-                known = self.worst.get(key, 0.0)
-                self.worst[key] = row["max_abs"] if not row["max_abs"] <= known else known
+                # NaN is worse than every number.
+                errors = self.worst.get(key, 0.0), row["max_abs"]
+                self.worst[key] = max(errors, key=lambda error: (math.isnan(error), error))
 
     def pytest_terminal_summary(self, terminalreporter):
         if not self.worst:

@@ -102,20 +102,19 @@ def test_groups_from_the_cases_to_the_page(tmp_path, monkeypatch):
     arguments = ["--rounds", "2", "--output", str(tmp_path)]
     assert cpu.main(arguments) == 0
     (path,) = tmp_path.glob("*.json")
-    found = json.loads(path.read_text())
-    assert {name: len(group["cases"]) for name, group in found.items()} == dict(
+    results = json.loads(path.read_text())
+    assert {name: len(group["cases"]) for name, group in results.items()} == dict(
         zip(groups, (2, 1, 2, 1, 8), strict=True)
     )
-    assert found["lora-16"]["cases"][0]["rows"][OURS]["memory_ratio"] < 1
+    assert results["lora-16"]["cases"][0]["rows"][OURS]["memory_ratio"] < 1
     page = path.with_suffix(".md").read_text()
     # No time meets a limit of zero, so this case fails.
     assert "** | 0.000 |" in page and page.count("| llamoe |") == 14 and page.count("| llamoe, int4 |") == 4
     groups["block-16"] = lambda: iter([Case("new", {STOCK: lambda: torch.ones(2)}, None)])
     assert cpu.main(["--cases", "block-16", *arguments]) == 0
     again = json.loads(path.read_text())
-    assert [case["case"] for case in again["block-16"]["cases"]] == ["new"] and again["decoder"] == found[
-        "decoder"
-    ]
+    assert [case["case"] for case in again["block-16"]["cases"]] == ["new"]
+    assert again["decoder"] == results["decoder"]
 
 
 def test_offloaded_experts_beside_resident_ones(monkeypatch):
@@ -148,8 +147,8 @@ def test_a_published_size_is_written_as_quantize_does(tmp_path):
         name: (tensor.shape, tensor.dtype) for name, tensor in made.items()
     }
     configs = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("drawn", "made")]
-    for each in configs:
-        each["quantization_config"].pop("search", None)
+    for config in configs:
+        config["quantization_config"].pop("search", None)
     assert configs[0] == configs[1]
     model = llamoe.LlamoeMixtralForCausalLM.from_pretrained(tmp_path / "drawn")
     weight = model.model.layers[1].mlp.experts.dequantized_weight("gate_up_proj", torch.float32)

@@ -8,7 +8,7 @@ import pytest
 from support import programs
 from support.paths import environment
 
-# Looked up before and after in a process that has imported torch and transformers, and nothing of llamoe.
+# Look up transformers' classes before and after `import llamoe`.
 BEFORE_AND_AFTER = """
 import json, sys
 assert "llamoe" not in sys.modules
@@ -31,7 +31,7 @@ def answers():
 
 types, modules = answers(), set(sys.modules)
 calls = []
-# Its time would depend on the machine.
+# Count calls, as the time of the import would depend on the machine.
 sys.setprofile(lambda frame, event, argument: event in ("call", "c_call") and calls.append(event))
 import llamoe
 sys.setprofile(None)
@@ -49,7 +49,7 @@ def imported():
 
 @pytest.mark.slow
 def test_import_brings_no_other_library(imported):
-    """Neither does it import the vLLM plugin. One more library would show in the number of calls, about 812,000."""
+    """Nor does it import the vLLM plugin. The import makes about 812,000 calls; another library would make more."""
     _, _, before, after, calls = imported
     assert calls < 1_000_000
     assert len([name for name in after if name.partition(".")[0] != "llamoe"]) < len(before) + 100

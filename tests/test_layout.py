@@ -35,11 +35,12 @@ def imported_modules(path):
 
 
 def imports_of(folder):
-    """Yield each file of a library folder with each module that it imports."""
+    """Return pairs of a file of a library folder and a module that it imports."""
     return [(path, module) for path in (ROOT / folder).rglob("*.py") for module in imported_modules(path)]
 
 
 def is_in(module, *packages):
+    """Return True if a module is one of these packages, or inside of one."""
     return any(module == name or module.startswith(f"{name}.") for name in packages)
 
 
@@ -48,7 +49,7 @@ def test_dependencies_run_one_way(folder):
     forbidden = [f"llamoe.{later}" for later in LIBRARY[LIBRARY.index(folder) + 1 :]]
     if folder in ("configuration", "serving"):
         forbidden.append("torch")
-    assert [found for found in imports_of(folder) if is_in(found[1], *forbidden)] == []
+    assert [(path, module) for path, module in imports_of(folder) if is_in(module, *forbidden)] == []
 
 
 @pytest.mark.parametrize("folder", LIBRARY)
@@ -81,11 +82,11 @@ def test_files_import_only_earlier_files(folder):
     assert set(files) - {"__init__", *FOR_ALL} <= set(order), "files that the list does not name"
     wrong = {
         f"{name} imports {module}"
-        for place, name in enumerate(order)
+        for number, name in enumerate(order)
         for path in files[name]
         for module in imported_modules(path)
         if module.startswith(f"{package}.")
-        and (base := module.removeprefix(f"{package}.").split(".")[0]) in order[place + 1 :]
+        and (base := module.removeprefix(f"{package}.").split(".")[0]) in order[number + 1 :]
         and base not in FOR_ALL
     }
     assert not wrong

@@ -40,7 +40,7 @@ def test_first_snippet_prints_the_first_answer(tmp_path):
     done = programs.run([script], cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert f"<br>**{done.stdout.strip()}**" in read("README.md")
-    # transformers draws a bar while it loads.
+    # transformers prints a progress bar while it loads.
     assert not re.sub(r"(Loading weights: .*?\]|\s)", "", done.stderr)
 
 
@@ -97,7 +97,7 @@ def test_links_lead_somewhere(page):
 def test_readme_stays_short():
     lines = read("README.md").splitlines()
     assert len(lines) <= 120
-    assert sum(len(read(page).split()) for page in PAGES if page.startswith("docs/")) <= 12_900
+    assert sum(len(read(page).split()) for page in PAGES if page.startswith("docs/")) <= 12_400
 
 
 def test_figures_are_those_of_the_results():
@@ -116,10 +116,10 @@ def test_figures_are_those_of_the_results():
         ),
         (r"layer with 16 experts.* \| ([\d.]+) of the time", "block-16", "1 rows", 1),
     ):
-        (found,) = re.findall(pattern, text)
-        (row,) = (each["rows"]["llamoe"] for each in results[group]["cases"] if each["case"] == case)
-        told = [float(number) for number in (found if ratios == 2 else (found,))]
-        assert told == [round(row[ratio], 2) for ratio in ("ratio", "memory_ratio")[:ratios]]
+        (figures,) = re.findall(pattern, text)
+        (row,) = (entry["rows"]["llamoe"] for entry in results[group]["cases"] if entry["case"] == case)
+        printed = [float(figure) for figure in (figures if ratios == 2 else (figures,))]
+        assert printed == [round(row[ratio], 2) for ratio in ("ratio", "memory_ratio")[:ratios]]
 
 
 def test_a_model_is_planned_for_the_machine_of_the_table():
@@ -131,13 +131,13 @@ def test_a_model_is_planned_for_the_machine_of_the_table():
     assert f"int4, experts on disk, ≤ {laptop.tokens_per_second:.2g} tokens a second" in row
     card = llamoe.plan_placement("mixtral-8x7b", gpus=["24GB"], ram="64GB", **options)
     quickstart = read("docs/quickstart.md")
-    assert f"{card.tokens_per_second:.1f} by reading alone" in quickstart
+    assert f"{card.tokens_per_second:.1f}, if reading took all the time" in quickstart
     kept = [name for name, place in card.device_map.items() if name.endswith("experts") and place == "cpu"]
     assert len(kept) == 13 and "the other 13 layers' in RAM" in quickstart
 
 
 def test_troubleshooting_quotes_what_is_said():
-    """Each quoted message is in llamoe's source code, or in that of the library that raises it."""
+    """Each quoted message is in the source code of llamoe, or of the library that raises it."""
     import accelerate
     import bitsandbytes
     import transformers
@@ -180,7 +180,8 @@ def test_makefile_calls_the_command_with_options_that_it_has():
     calls = re.findall(r"-m llamoe (\w+)(.*)", read("Makefile"))
     assert calls
     for name, words in calls:
-        options = {option for each in get_command(cli.app).commands[name].params for option in each.opts}
+        parameters = get_command(cli.app).commands[name].params
+        options = {option for parameter in parameters for option in parameter.opts}
         assert options >= set(re.findall(r"--[a-z][a-z-]*", words)), name
 
 
@@ -192,10 +193,10 @@ def test_small_models_page_shows_good_answers():
 def test_page_shows_the_results_of_quality():
     page = read("docs/quantization.md")
     rows = {row["name"]: row for row in json.loads(read("benchmarks/results/quality.json"))["rows"]}
-    told = dict(re.findall(r"^\| ([^|]+?) \| [\d.]+ MB \| ([\d.]+)% \|", page, re.MULTILINE))
-    assert len(told) == 6
-    assert {name: float(share) for name, share in told.items()} == {
-        name: pytest.approx(100 * rows[name]["accuracy"], abs=0.006) for name in told
+    shares = dict(re.findall(r"^\| ([^|]+?) \| [\d.]+ MB \| ([\d.]+)% \|", page, re.MULTILINE))
+    assert len(shares) == 6
+    assert {name: float(share) for name, share in shares.items()} == {
+        name: pytest.approx(100 * rows[name]["accuracy"], abs=0.006) for name in shares
     }
 
 
@@ -210,8 +211,8 @@ def test_page_shows_the_formats_bits():
     }.items():
         sizes = (4096, 4096)
         nbytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in form.parts(sizes))
-        (told,) = re.findall(rf"^\|.*{text}`? \| ([\d.]+) \|", page, re.MULTILINE)
-        assert float(told) == pytest.approx(8 * nbytes / math.prod(sizes), abs=0.01)
+        (bits,) = re.findall(rf"^\|.*{text}`? \| ([\d.]+) \|", page, re.MULTILINE)
+        assert float(bits) == pytest.approx(8 * nbytes / math.prod(sizes), abs=0.01)
 
 
 def test_search_for_scales_lowers_the_error():
@@ -223,8 +224,8 @@ def test_search_for_scales_lowers_the_error():
     for size in (32, 64, 128):
         errors = []
         for form in (Int4(size), Int4(size, search=False)):
-            meant = form.matrix(form.quantize(weight), (128, 2048), torch.float32)
-            errors.append((meant - weight).square().mean().item())
+            dequantized = form.matrix(form.quantize(weight), (128, 2048), torch.float32)
+            errors.append((dequantized - weight).square().mean().item())
         assert 0.85 < errors[0] / errors[1] < 0.92
 
 
@@ -240,7 +241,7 @@ def test_search_for_scales_lowers_the_error():
     ],
 )
 def test_check_of_built_pages(body, says, tmp_path):
-    """`make docs` ends with it."""
+    """`make docs` runs `.ci/check_pages.py` on the pages that it has built."""
     check = [sys.executable, str(ROOT / ".ci/check_pages.py"), str(tmp_path)]
     names_of = runpy.run_path(check[1])["names"]
     names = {name for folder in LIBRARY for name in names_of(ROOT / folder / "__init__.py")}

@@ -48,7 +48,7 @@ from llamoe_command import cli
 
 pytestmark = pytest.mark.slow
 
-# Input of a user of `examples/chat.py`.
+# What a user of `examples/chat.py` types.
 TYPED = "Who are you?\nAnd I?\n\n"
 
 
@@ -101,6 +101,7 @@ def write_tokenizer(folder):
         shutil.copy(ROOT / "examples/llamoe-tiny" / name, folder)
 
 
+# Functions that write small models in place of the published ones that pages name.
 STAND_INS = {
     "llama-2-7b-chat": lambda folder: META_LLAMA_2.write(folder, META_LLAMA_2.weights(), 2),
     "llama-2-7b": lambda folder: META_LLAMA_2.write(folder, META_LLAMA_2.weights(), 2),
@@ -123,8 +124,8 @@ def server(tmp_path_factory):
 
 # Warnings of libraries about themselves or the machine, and warnings that a page announces.
 EXPECTED = (
-    "`is_gradient_checkpointing` is deprecated",  # peft asks for it
-    "Some parameters are on the meta device because they were offloaded",  # accelerate, of every such map
+    "`is_gradient_checkpointing` is deprecated",  # peft reads it
+    "Some parameters are on the meta device because they were offloaded",  # accelerate, of every device map
     "from kernels-community: No module named 'kernels'",  # bitsandbytes, when it is imported
     "has dropout on the experts' stacks, which peft opens over llamoe's models",  # docs/training.md
 )
@@ -132,16 +133,16 @@ EXPECTED = (
 
 @pytest.fixture
 def warned(recwarn, caplog):
-    """Collect the warnings that a reader would see: Python's and those of loggers, also of transformers."""
+    """Return a function that returns the warnings that a reader would see, of Python and of loggers."""
     logging.add_handler(caplog.handler)
     hidden = (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning)
 
-    def found():
+    def shown_warnings():
         shown = [str(one.message) for one in recwarn if not issubclass(one.category, hidden)]
         shown += [record.getMessage() for record in caplog.records if record.levelno >= WARNING]
-        return [text for text in shown if not any(known in text for known in EXPECTED)]
+        return [text for text in shown if not any(expected in text for expected in EXPECTED)]
 
-    yield found
+    yield shown_warnings
     logging.remove_handler(caplog.handler)
 
 
@@ -167,9 +168,9 @@ def train_together(command, folder):
     group = {"WORLD_SIZE": count, "MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}
     output, processes = folder / "processes.txt", []
     for rank in range(count):
-        own = {name: str(value) for name, value in {**group, "RANK": rank, "LOCAL_RANK": rank}.items()}
-        path = {"PYTHONPATH": os.pathsep.join(sys.path)}
-        processes.append(programs.start(command, output, output, folder, os.environ | own | path))
+        variables = {**group, "RANK": rank, "LOCAL_RANK": rank, "PYTHONPATH": os.pathsep.join(sys.path)}
+        env = os.environ | {name: str(value) for name, value in variables.items()}
+        processes.append(programs.start(command, output, output, folder, env))
     try:
         for process in processes:
             process.join(300)
@@ -182,6 +183,7 @@ def train_together(command, folder):
 
 
 def run_command(words, server):
+    """Run a command of a page, or check that the repository's own scripts run it."""
     program, *arguments = words
     if program == "torchrun":
         train_together(arguments, Path.cwd())
@@ -197,7 +199,7 @@ def run_command(words, server):
         pytest.importorskip("fastapi", reason="the extra serve is not installed")
         server.start(words)
     else:
-        # Setting up: `.ci/run` begins with a fresh folder, and takes these very steps, or more tests.
+        # `.ci/run` takes these steps of setting up, in a fresh folder.
         steps = re.findall(r"^step (.*)", (ROOT / ".ci/run").read_text(), re.MULTILINE)
         assert (
             words in (["make", "help"], ["make", "test"], [".ci/run"])
@@ -207,7 +209,7 @@ def run_command(words, server):
 
 
 def run_page(page, server):
-    # One namespace for each page, as for a reader who runs all of it.
+    """Run all blocks of a page in order; its Python blocks share a namespace."""
     namespace = {"__name__": "__main__"}
     for block in blocks(page):
         if block.is_run and block.language == "bash":
@@ -215,7 +217,7 @@ def run_page(page, server):
                 run_command(shlex.split(line, comments=True), server)
         elif block.is_run:
             code = block.code.replace("localhost:8000", f"localhost:{server.port}")
-            # Empty lines are put before it, so that a traceback names the line of the page.
+            # After as many empty lines, a traceback names the block's line in the page.
             exec(compile("\n" * (block.line - 1) + code, ROOT / page, "exec"), namespace)
 
 

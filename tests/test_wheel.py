@@ -56,7 +56,7 @@ def wheel(tmp_path_factory):
 
 
 def test_pyproject_names_every_package():
-    """setuptools may leave out a package that it does not name, or treat it as data."""
+    """A package that pyproject.toml does not name may be missing in the wheel, or installed as data."""
     named = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     folders = {path.parent.relative_to(ROOT) for room in ROOMS for path in (ROOT / room).rglob("*.py")}
     mapped = {".".join(("llamoe", *folder.parts)): str(folder) for folder in folders}

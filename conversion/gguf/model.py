@@ -128,7 +128,7 @@ def open_gguf(path: Path, *, companions: bool = True) -> Checkpoint:
     config.dtype = _DTYPES.get(max(counts, key=counts.__getitem__), torch.bfloat16)
     table = _table(config)
     tensors, dropped = read_through(table, [_with_stacks(stored, config.dtype)], config)
-    tensors = check_model(config, tensors, str(path), lambda name: sources_of(table, name) or [name])
+    tensors = check_model(config, tensors, str(path))
     notes = [
         f"types of blocks, by numbers: {', '.join(f'{kind} {count:,}' for kind, count in counts.most_common())}"
     ]

@@ -5,10 +5,20 @@ write_checkpoint, write_options.
 """
 
 from ...configuration.json_files import read_json
-from .lazy_tensor import Computed, LazyTensor, blocks, check_alike, dtype_name, join, stack
+from .lazy_tensor import Computed, LazyTensor, blocks, dtype_name, join, stack
 from .name_table import Drop, Row, Table, read_through, sources_of, write_through
-from .operations import KEEP, TRANSPOSED, FusedRows, Operation, are_equal, one_of, permute_pairs, split
+from .operations import (
+    KEEP,
+    TRANSPOSED,
+    FusedRows,
+    Operation,
+    are_equal,
+    by_expert,
+    one_of,
+    permute_pairs,
+    split,
+)
 from .plan import Plan, Progress, split_shards
-from .read_files import FileTensor, check_sums, open_weights, read_bytes, same_place
+from .read_files import FileTensor, open_weights, read_bytes
 from .write_checkpoint import check_apart, check_finite, check_target, write
 from .write_options import DEFAULTS, WriteOptions

@@ -1,4 +1,4 @@
-"""Tokenizer, chat template and processor files of a folder.
+"""Convert tokenizers, and write chat templates and processor files.
 
 Reading order: chat_templates, processors, source_tokenizer, sentencepiece_models, tiktoken_tables, tekken,
 folder_files, vocabulary.
@@ -12,7 +12,6 @@ from .tiktoken_tables import WORD_PATTERNS, looks_like_table
 from .vocabulary import (
     MULTIMODAL_TOKENS,
     Vocabulary,
-    check_companions,
     extend_tokenizer,
     extend_vocabulary,
     meta_tokenizer_file,

@@ -1,4 +1,4 @@
-"""Load a model from a folder, and answer conversations as a stream of text."""
+"""Load a model from a folder, and generate answers in conversations as a stream of text."""
 
 import queue
 import threading
@@ -25,27 +25,27 @@ from llamoe import CheckpointError
 
 from .expert_record import ExpertRecord, make_record
 
-# Most seconds between two yields; the reader can stop the answer at each.
+# Most seconds between two yields. The page can stop the answer at each of them.
 _PATIENCE = 0.2
-# Least seconds between two texts: a page needs longer to show one than a small model to compute a token.
+# Least seconds between two yields of a text: the page takes longer to show it than a small model to compute a token.
 _PAUSE = 0.1
-# Override the folder's generation settings: streaming and expert records need one forward pass for each token.
+# These replace the folder's generation settings: streaming and expert records need one forward pass for each token.
 _ONE_PASS_A_TOKEN = {
     "num_beams": 1, "use_cache": True, "return_dict_in_generate": False, "prompt_lookup_num_tokens": None,
     "guidance_scale": None,
 }  # fmt: skip
 
 
-# Compared by identity, as its record is.
+# Compared by identity, like its record.
 @dataclass(frozen=True, eq=False)
 class Outcome:
-    """An answer's chosen experts and timing; `str` gives a sentence about its speed.
+    """The chosen experts and the timing of an answer; `str` returns a sentence about its speed.
 
     Attributes:
-        record: the experts of each token; None if the model is no mixture.
-        times: seconds by a monotonic clock, of the question and of each generated token.
-        hits: number of chosen offloaded experts that were in memory.
-        misses: number of those that had to be read.
+        record: the experts of each token; None if the model is not a mixture.
+        times: clock times in seconds, of the question and of each generated token.
+        hits: how often a chosen offloaded expert was in memory.
+        misses: how often it had to be read.
     """
 
     record: ExpertRecord | None
@@ -75,7 +75,7 @@ class ChatModel:
     Attributes:
         name: name of the folder.
         sees_pictures: whether prompts may contain pictures.
-        knows_conversations: whether it has a chat template; otherwise it continues the last message.
+        knows_conversations: whether it has a chat template. Without one the model continues the last message.
         has_experts: whether the model is a mixture, whose answers have an expert record.
         adapter: name of the adapter's folder; "" without an adapter.
     """
@@ -88,7 +88,12 @@ class ChatModel:
         experts_memory: str | int | None = None,
         adapter: Path | None = None,
     ):
-        """Load a model, and an adapter for it; folders of stock models are loaded with llamoe's classes.
+        """Load a model with llamoe's classes, also from folders of transformers' models, and an adapter for it.
+
+        Args:
+            folder: folder of the model and its tokenizer or processor.
+            dtype, device_map, experts_memory: arguments of `from_pretrained`.
+            adapter: folder of a peft adapter, or None.
 
         Raises:
             CheckpointError: the folder lacks weights.
@@ -104,7 +109,6 @@ class ChatModel:
                 else (AutoTokenizer, AutoModelForCausalLM)
             )
             self.processor: Any = reader.from_pretrained(folder)
-            # A base model has no chat template: it continues a text.
             self.knows_conversations = bool(self.processor.chat_template)
             where: dict[str, Any] = {"device_map": device_map}
             if experts_memory is not None:
@@ -118,20 +122,19 @@ class ChatModel:
             )
         if missing := sorted(loading["missing_keys"]):
             raise CheckpointError(
-                f"{folder} holds no model that answers: {', '.join(missing[:3])} would be random. Take the folder of a "
-                "causal language model."
+                f"{folder} has no weights for {', '.join(missing[:3])}: choose the folder of a causal language model."
             )
         self.adapter = adapter.resolve().name if adapter else ""
         if adapter:
             self.model.load_adapter(str(adapter))
         self.tokenizer: Any = self.processor.tokenizer if self.sees_pictures else self.processor
         self.has_experts = bool(getattr(self.model.config.get_text_config(), "moe_layers", None))
-        # Only one answer at a time: the expert record is taken on the model itself.
-        self._answers = threading.Lock()
+        # One answer at a time: the expert trace of an answer records every call of the model.
+        self._lock = threading.Lock()
 
     @property
     def max_tokens(self) -> int:
-        """Return the largest number of tokens of prompt and answer together."""
+        """Return the largest number of tokens that prompt and answer may have together."""
         return self.model.config.get_text_config().max_position_embeddings
 
     def answer(
@@ -148,12 +151,12 @@ class ChatModel:
 
         Args:
             messages: the conversation in transformers' form; pictures are `PIL.Image.Image`.
-            max_new_tokens: most tokens of the answer; the model's number of positions limits it, too.
-            temperature: of sampling; 0 takes the most probable token.
+            max_new_tokens: most tokens of the answer; it also ends at the model's last position.
+            temperature: temperature of sampling; 0 takes the most probable token.
             is_adapted: whether to use the adapter, if there is one.
 
         Yields:
-            the text so far with None, several times a second; at the end the whole text with its `Outcome`.
+            the text so far and None, several times a second; at the end the whole text and its `Outcome`.
 
         Raises:
             ValueError: the conversation is longer than the model's number of positions.
@@ -171,8 +174,8 @@ class ChatModel:
 
         def work() -> None:
             try:
-                # An earlier answer may still be computed, although its reader has closed the stream.
-                with self._answers:
+                # An earlier answer may still compute its last token after the page has closed the stream.
+                with self._lock:
                     if stopped.is_set():
                         return
                     if self.adapter:
@@ -189,7 +192,7 @@ class ChatModel:
                     layers = self.model.experts_statistics().values()
                     hits, misses = (sum(layer[name] for layer in layers) for name in ("hits", "misses"))
                     outcome.append(Outcome(record, times, hits, misses))
-            # Any error is raised again in the thread that reads the stream.
+            # Any error is raised again below, in the thread that reads the stream.
             except BaseException as error:
                 outcome.append(error)
                 streamer.on_finalized_text("", stream_end=True)
@@ -199,7 +202,7 @@ class ChatModel:
         text, shown = "", 0.0
         try:
             while True:
-                # The queue stays empty while the model reads the prompt.
+                # The streamer raises `Empty` when no text came in time, as while the model reads the prompt.
                 with suppress(queue.Empty):
                     if (piece := next(streamer, None)) is None:
                         break
@@ -227,7 +230,7 @@ class ChatModel:
                 **inputs, max_new_tokens=max_new_tokens, **_ONE_PASS_A_TOKEN, **options
             )
         tokens = output[0].tolist()
-        # With some generation settings there are more forward passes than tokens; no record is made then.
+        # Some generation settings make several forward passes for a token, so the trace would not fit the tokens.
         if trace is None or trace.experts().shape[1] != len(tokens) - 1:
             return None
         if tokens[-1] in self.tokenizer.all_special_ids:
@@ -235,7 +238,10 @@ class ChatModel:
         return make_record(trace, self.model.config, self.processor, inputs, self._texts(tokens, length))
 
     def _texts(self, tokens: list[int], first: int) -> list[str]:
-        """Return the text of each token from index `first` on; decoded alone, a token may lose its leading space."""
+        """Return the text of each token from index `first` on.
+
+        Each token is decoded after the one before it, since a token that is decoded alone may lose its leading space.
+        """
         decode = self.tokenizer.decode
         return [
             decode(tokens[index - 1 : index + 1]).removeprefix(decode(tokens[index - 1 : index]))

@@ -12,30 +12,6 @@ from PIL import Image
 from llamoe import ExpertTrace
 
 
-@dataclass(frozen=True)
-class Picture:
-    """The last picture of a prompt as the model sees it.
-
-    Attributes:
-        tiles: pictures of equal size: first the parts of the picture, row by row, last the whole picture.
-        firsts: position of each tile's first token in the prompt; its other tokens follow.
-        rows: number of rows of parts; 0 if the picture was not split.
-        side: number of tokens along the side of a tile.
-    """
-
-    tiles: list[Image.Image]
-    firsts: list[int]
-    rows: int
-    side: int
-
-    def cut(self, is_whole: bool) -> list[list[int]]:
-        """Return the indices of tiles by rows: of the whole picture alone, or of the parts it was split into."""
-        if is_whole or not self.rows:
-            return [[len(self.tiles) - 1]]
-        columns = (len(self.tiles) - 1) // self.rows
-        return [list(range(row * columns, (row + 1) * columns)) for row in range(self.rows)]
-
-
 # Compared by identity: gradio hashes values that it stores, and `==` of tensors returns a tensor.
 @dataclass(frozen=True, eq=False)
 class ExpertRecord:
@@ -43,14 +19,15 @@ class ExpertRecord:
 
     Attributes:
         layers: names of the mixture layers.
-        num_experts: routed experts of a layer.
-        experts: the chosen experts, best first, int64 `[L, T, K]`. The last token of an answer is missing: it was
+        num_experts: number of routed experts of a layer.
+        experts: the chosen experts, best first, int64 `[L, T, K]`. The last token of the answer is missing: it was
             generated, but no forward pass computed it.
         scores: the router's weights of these experts, float32 `[L, T, K]`.
         num_prompt: number of tokens of the prompt.
         is_image: whether a token stands for a part of a picture, bool `[T]`.
         answer: text of each token of the answer.
-        picture: the last picture of the prompt, or None.
+        picture: the last picture of the prompt, in the size in which the model sees it as a whole; None without one.
+        side: number of tokens along a side of `picture`, whose tokens are the last ones in `is_image`; 0 without one.
     """
 
     layers: list[str]
@@ -60,7 +37,8 @@ class ExpertRecord:
     num_prompt: int
     is_image: torch.Tensor
     answer: list[str]
-    picture: Picture | None
+    picture: Image.Image | None = None
+    side: int = 0
 
     def shares(self) -> dict[str, torch.Tensor]:
         """Return each expert's share of the choices, `[L, num_experts]`, for tokens of picture, prompt and answer."""
@@ -75,17 +53,12 @@ class ExpertRecord:
             if chosen.any()
         }
 
-    def patches(self, layer: int, is_whole: bool = True) -> torch.Tensor:
-        """Return the best expert of each token of the tiles of `Picture.cut`, `[rows * side, columns * side]`."""
-        firsts, side, chosen = self.picture.firsts, self.picture.side, self.experts[layer, :, 0]
-        tiles = [
-            [chosen[firsts[tile] : firsts[tile] + side * side].view(side, side) for tile in row]
-            for row in self.picture.cut(is_whole)
-        ]
-        return torch.cat([torch.cat(row, 1) for row in tiles])
+    def patches(self, layer: int) -> torch.Tensor:
+        """Return the best expert of each part of the picture in mixture layer `layer`, `[side, side]`."""
+        return self.experts[layer, self.is_image, 0][-(self.side**2) :].view(self.side, self.side)
 
     def answered(self, layer: int) -> list[tuple[str, list[tuple[int, float]]]]:
-        """Return each token of the answer with its experts and their weights; none for tokens not computed."""
+        """Return each token of the answer with its experts and their weights; the last token has none."""
         rows = zip(
             self.experts[layer, self.num_prompt :].tolist(),
             self.scores[layer, self.num_prompt :].tolist(),
@@ -107,48 +80,35 @@ def make_record(
     """Build the record of an answer.
 
     Args:
-        trace: of the generation, for one row.
-        config: of the model.
-        processor: of the model; used only if there is a picture.
-        inputs: of the model; with `pixel_values` if there is a picture.
+        trace: trace of the generation, for one row.
+        config: configuration of the model.
+        processor: processor of the model; used only if there is a picture.
+        inputs: inputs of the model; with `pixel_values` if there is a picture.
         answer: text of each token of the answer.
     """
-    text = config.get_text_config()
     experts = trace.experts()
     prompt = inputs["input_ids"][0].cpu()
     is_image = torch.zeros(experts.shape[1], dtype=torch.bool)
-    picture = None
+    picture, side = None, 0
     if "pixel_values" in inputs:
         is_image[: len(prompt)] = prompt == config.image_token_id
-        picture = _last_picture(prompt, is_image, config, processor, inputs["pixel_values"])
+        # The last tile of the last picture is the whole picture, even if it is split into parts.
+        picture = _picture_of(inputs["pixel_values"][-1], processor.image_processor)
+        side = round(config.vision_config.tokens_per_tile**0.5)
     return ExpertRecord(
         layer_names(config),
-        text.num_local_experts,
+        config.get_text_config().num_local_experts,
         experts,
         trace.scores(),
         len(prompt),
         is_image,
         answer,
         picture,
+        side,
     )
 
 
-def _last_picture(
-    prompt: torch.Tensor, is_image: torch.Tensor, config: Any, processor: Any, pixels: torch.Tensor
-) -> Picture:
-    ids = processor.tokenizer.convert_tokens_to_ids
-    begin = int((prompt == ids(processor.start_of_img_token)).nonzero()[-1])
-    size = config.vision_config.tokens_per_tile
-    firsts = is_image[begin:].nonzero()[::size, 0] + begin
-    return Picture(
-        [_tile_of(tile, processor.image_processor) for tile in pixels[-len(firsts) :]],
-        firsts.tolist(),
-        int((prompt[begin:] == ids(processor.tile_global_token)).sum()),
-        round(size**0.5),
-    )
-
-
-def _tile_of(pixels: torch.Tensor, image_processor: Any) -> Image.Image:
+def _picture_of(pixels: torch.Tensor, image_processor: Any) -> Image.Image:
     """Convert normalized pixels `[3, size, size]` to a picture."""
     mean, std = (
         torch.tensor(values)[:, None, None]

@@ -1,6 +1,6 @@
-"""Turn an expert record into values of gradio's components: pictures and tables.
+"""Turn an expert record into pictures and tables for gradio's components.
 
-An expert has the same colour everywhere. Experts of neighbouring numbers have very different hues.
+An expert has the same colour everywhere on the page. Experts with consecutive numbers have very different colours.
 """
 
 import colorsys
@@ -13,7 +13,7 @@ from PIL import Image
 
 from .expert_record import ExpertRecord
 
-# Least side of the overlay in pixels: smaller tiles are enlarged, so that patches have sharp borders.
+# Least side of the overlay in pixels: smaller pictures are enlarged, so that patches have sharp borders.
 _SIDE = 480
 # Opacity of the colours, under which the picture stays visible.
 _OPACITY = 0.6
@@ -34,39 +34,26 @@ def colours(num_experts: int) -> dict[str, str]:
     return by_name
 
 
-def overlay(
-    record: ExpertRecord, layer: int, is_whole: bool = True
-) -> tuple[Image.Image, list[tuple[np.ndarray, str]]] | None:
-    """Return the picture and a mask of each expert's patches, for `AnnotatedImage`; None without a picture.
-
-    Without `is_whole`, the picture is the tiles side by side.
-    """
+def overlay(record: ExpertRecord, layer: int) -> tuple[Image.Image, list[tuple[np.ndarray, str]]] | None:
+    """Return the picture and a mask of each expert's patches, for gradio's `AnnotatedImage`; None without a picture."""
     if record.picture is None:
         return None
-    tiles, patches = record.picture.cut(is_whole), record.patches(layer, is_whole).numpy()
-    side = record.picture.tiles[0].width
-    cut = Image.new("RGB", (side * len(tiles[0]), side * len(tiles)))
-    for row, numbers in enumerate(tiles):
-        for column, number in enumerate(numbers):
-            cut.paste(record.picture.tiles[number], (side * column, side * row))
-    scale = -(-_SIDE // cut.width)
-    shown = cut.resize((cut.width * scale, cut.height * scale), Image.Resampling.BICUBIC)
-    # A tile's width may be no multiple of the number of patches, so each pixel is assigned to its patch.
-    high, wide = (
-        np.arange(pixels) * count // pixels
-        for pixels, count in zip((shown.height, shown.width), patches.shape, strict=True)
-    )
-    experts = patches[high][:, wide]
+    patches = record.patches(layer).numpy()
+    size = record.picture.width * -(-_SIDE // record.picture.width)
+    shown = record.picture.resize((size, size), Image.Resampling.BICUBIC)
+    # The size may not be a multiple of the number of patches, so each pixel is assigned to its patch.
+    patch_of_pixel = np.arange(size) * record.side // size
+    experts = patches[patch_of_pixel][:, patch_of_pixel]
     return shown, [((experts == expert) * _OPACITY, name_of(expert)) for expert in np.unique(patches)]
 
 
 def coloured_answer(record: ExpertRecord, layer: int) -> list[tuple[str, str | None]]:
-    """Return each token with the label of its best expert, for `HighlightedText`."""
+    """Return each token of the answer with the label of its best expert, for gradio's `HighlightedText`."""
     return [(token, name_of(experts[0][0]) if experts else None) for token, experts in record.answered(layer)]
 
 
 def answer_table(record: ExpertRecord) -> dict[str, Any]:
-    """Return a table with a row for each token and a column for each layer, for `Dataframe`."""
+    """Return a table with a row for each token and a column for each layer, for gradio's `Dataframe`."""
     of_layers = [record.answered(layer) for layer in range(len(record.layers))]
     rows = []
     for index, token in enumerate(record.answer):
@@ -74,7 +61,7 @@ def answer_table(record: ExpertRecord) -> dict[str, Any]:
             ", ".join(f"{expert} ({score:.2f})" for expert, score in answered[index][1]) or "not computed"
             for answered in of_layers
         ]
-        # Quoted, to show spaces at the ends of a token.
+        # `repr` adds quotes, which show spaces at the ends of a token.
         rows.append([repr(token), *cells])
     return {"headers": ["token", *record.layers], "data": rows}
 

@@ -1,4 +1,4 @@
-"""Build the page: a conversation, and the experts of its last answer."""
+"""Build the page of `llamoe chat`: a conversation, and the experts of its last answer."""
 
 import logging
 from collections.abc import Iterator
@@ -16,20 +16,20 @@ from .expert_view import answer_table, coloured_answer, colours, heat_map, overl
 
 _NO_ANSWER = "The experts of the last answer are shown here. Ask a question first."
 _MAX_NEW_TOKENS = 4096
-# Most experts that are listed in a legend.
+# A mixture with more experts has no legend.
 _MOST_IN_LEGEND = 16
-# Uploaded pictures: seconds between two deletions, and least age in seconds of what is deleted.
-_CACHE = (3600, 86400)
+# Every hour, pictures are deleted that were uploaded more than a day ago; in seconds.
+_DELETE_CACHE = (3600, 86400)
+# Beginning of an answer that is an error message.
 _FAILED = "**No answer.**"
-_VIEWS = ("whole picture", "its tiles")
 
 logger = logging.getLogger("llamoe")
 
 
 def make_page(chat: ChatModel) -> gr.Blocks:
-    """Build the page of a model; `launch` starts it."""
+    """Build the page of a model; its method `launch` starts it."""
     with gr.Blocks(
-        title=f"llamoe: {chat.name}", analytics_enabled=False, fill_height=True, delete_cache=_CACHE
+        title=f"llamoe: {chat.name}", analytics_enabled=False, fill_height=True, delete_cache=_DELETE_CACHE
     ) as page:
         gr.Markdown(f"## {chat.name}")
         outcome = gr.State(None)
@@ -74,7 +74,7 @@ def _chat(chat: ChatModel, outcome: gr.State) -> None:
                 temperature,
                 is_adapted=is_adapted,
             )
-        # Shown as a message, since an error in an event would leave gradio's input box locked.
+        # The error becomes an answer, since an exception in an event would leave gradio's input box locked.
         except Exception as error:
             if not isinstance(error, (OSError, ValueError)):
                 logger.exception("a question was not answered")
@@ -109,7 +109,7 @@ def _question_box(chat: ChatModel) -> gr.Textbox | gr.MultimodalTextbox:
     return gr.Textbox(placeholder="Ask something.", submit_btn=True, **shared)
 
 
-def _settings(chat: ChatModel) -> list[gr.components.FormComponent]:
+def _settings(chat: ChatModel) -> list[Any]:
     longest = min(_MAX_NEW_TOKENS, chat.max_tokens)
     length = gr.Slider(
         1, longest, value=min(256, longest), step=1, label="Longest answer, in tokens", elem_id="length",
@@ -119,13 +119,10 @@ def _settings(chat: ChatModel) -> list[gr.components.FormComponent]:
         0, 2, value=0, step=0.05, label="Temperature (0: always the most probable token)",
         elem_id="temperature", render=False,
     )  # fmt: skip
-    if not chat.adapter:
-        return [length, temperature]
-    return [
-        length,
-        temperature,
-        gr.Checkbox(True, label=f"Adapter {chat.adapter}", elem_id="adapter", render=False),
-    ]
+    settings: list[Any] = [length, temperature]
+    if chat.adapter:
+        settings.append(gr.Checkbox(True, label=f"Adapter {chat.adapter}", elem_id="adapter", render=False))
+    return settings
 
 
 def _experts(chat: ChatModel, outcome: gr.State) -> None:
@@ -134,9 +131,7 @@ def _experts(chat: ChatModel, outcome: gr.State) -> None:
     color_map = colours(config.num_local_experts)
     note = gr.Markdown(_NO_ANSWER)
     with gr.Column(visible=False) as column:
-        with gr.Row():
-            layer = gr.Dropdown(layers, value=0, label="Mixture layer", interactive=True, elem_id="layer")
-            view = gr.Radio(_VIEWS, value=_VIEWS[0], label="Picture", elem_id="view", visible=False)
+        layer = gr.Dropdown(layers, value=0, label="Mixture layer", interactive=True, elem_id="layer")
         with gr.Row():
             picture = gr.AnnotatedImage(
                 label="Expert of each part of the picture", color_map=color_map, elem_id="overlay",
@@ -155,37 +150,34 @@ def _experts(chat: ChatModel, outcome: gr.State) -> None:
             elem_id="table",
         )
 
-    def show_layer(last: Outcome | None, index: int, shown: str) -> dict[Any, Any]:
+    def show_layer(last: Outcome | None, index: int) -> dict[Any, Any]:
         record = last and last.record
         if record is None:
             return {}
-        image = overlay(record, index, shown == _VIEWS[0])
+        image = overlay(record, index)
         return {
             picture: gr.AnnotatedImage(image, visible=image is not None),
             answered: coloured_answer(record, index),
         }
 
-    def show(last: Outcome | None, index: int, shown: str) -> dict[Any, Any]:
+    def show(last: Outcome | None, index: int) -> dict[Any, Any]:
         record = last and last.record
         updates = {note: gr.Markdown(visible=record is None), column: gr.Column(visible=record is not None)}
         if record is None:
             return updates
-        views = gr.Radio(visible=record.picture is not None and record.picture.rows > 0)
-        updates |= {view: views, load: heat_map(record), table: answer_table(record)}
-        return updates | show_layer(last, index, shown)
+        return updates | {load: heat_map(record), table: answer_table(record)} | show_layer(last, index)
 
-    inputs, of_layer = [outcome, layer, view], [picture, answered]
-    outputs = [note, column, view, *of_layer, load, table]
+    inputs, of_layer = [outcome, layer], [picture, answered]
+    outputs = [note, column, *of_layer, load, table]
     outcome.change(show, inputs, outputs, show_progress="hidden", api_visibility="private")
-    for choice in (layer, view):
-        choice.change(show_layer, inputs, of_layer, show_progress="hidden", api_visibility="private")
+    layer.change(show_layer, inputs, of_layer, show_progress="hidden", api_visibility="private")
 
 
 def _read(message: Any) -> list[dict[str, Any]]:
-    """Return question and pictures as the typed content parts of a message.
+    """Return the question and its pictures as content parts of a message, in transformers' form.
 
     Raises:
-        ValueError: a picture that cannot be read, or no question.
+        ValueError: a picture cannot be read, or there is no question.
     """
     text, files = (message, []) if isinstance(message, str) else (message["text"], message["files"])
     if not text.strip():
@@ -197,25 +189,25 @@ def _picture(path: str) -> dict[str, Any]:
     try:
         return {"type": "image", "image": llamoe.read_picture(path)}
     except ValueError as error:
-        # The temporary folder of an uploaded file means nothing to the user.
+        # Name the file without the temporary folder into which gradio has put it.
         raise ValueError(str(error).replace(str(Path(path)), Path(path).name)) from error
 
 
 def _answered(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the messages without failed answers and their questions: chat templates require alternating roles."""
-    kept = [message for message in messages if not _is_failure(message)]
-    pairs = pairwise([*kept, {"role": "user"}])
+    messages = [message for message in messages if not _is_failure(message)]
+    pairs = pairwise([*messages, {"role": "user"}])
     return [message for message, after in pairs if (message["role"], after["role"]) != ("user", "user")]
 
 
 def _is_failure(message: dict[str, Any]) -> bool:
-    """Return True for an answer that is an error message, or empty because it was stopped before it began."""
+    """Return True for an answer that is an error message, or that was stopped before its first text."""
     text = "".join(part["text"] for part in message["content"] if part["type"] == "text")
     return message["role"] == "assistant" and (not text or text.startswith(_FAILED))
 
 
 def _as_chat_message(message: dict[str, Any]) -> dict[str, Any]:
-    """Convert a message of gradio's history to transformers' form."""
+    """Convert a message of gradio's history to transformers' form, a list of content parts."""
     content = message["content"]
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
     content = [_picture(part["file"]["path"]) if part["type"] == "file" else part for part in parts]

@@ -6,7 +6,7 @@ import webbrowser
 from pathlib import Path
 from typing import Any
 
-# gradio would report every start to its makers, and look for newer versions.
+# Otherwise gradio reports every start to its developers, and looks for newer versions.
 os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
 
 import gradio as gr
@@ -33,19 +33,19 @@ def serve(
     """Load a model, and serve its page until the process is interrupted.
 
     Args:
-        folder: of the model.
+        folder: folder of the model.
         host: address to listen on.
-        port: None for the first free one from 7860 on.
+        port: port to listen on; None for the first free one from 7860 on.
         placement: dtype, device_map and experts_memory, as in `from_pretrained`.
         adapter: folder of an adapter, which the page can switch off.
-        open_browser: whether to open the page, where there is a display.
+        open_browser: whether to open the page in a browser, if there is a display.
 
     Raises:
-        CheckpointError, OSError, ValueError: the folder cannot be loaded, or the port is taken.
+        CheckpointError, OSError, ValueError: the folder cannot be loaded, or the port is in use.
     """
     chat = ChatModel(folder, **placement, adapter=adapter)
     page = make_page(chat)
-    # gradio requests its own address when it starts, which must not go through a proxy.
+    # gradio sends a request to its own address when it starts. That request must not go through a proxy.
     for name in ("NO_PROXY", "no_proxy"):
         os.environ[name] = ",".join(filter(None, (os.environ.get(name), host)))
     _, address, _ = page.launch(
@@ -63,7 +63,7 @@ def serve(
     print(f"{chat.name} answers at {address.rstrip('/')} (end with Ctrl-C)", flush=True)
     if host not in ("127.0.0.1", "localhost"):
         print(f"llamoe: everybody who can connect to {host} can use the page", file=sys.stderr)
-    # Without a display a text browser would block the terminal.
+    # Without a display Python may start a text browser, which blocks the terminal.
     if open_browser and (sys.platform != "linux" or {"DISPLAY", "WAYLAND_DISPLAY"} & os.environ.keys()):
         webbrowser.open(address)
     try:

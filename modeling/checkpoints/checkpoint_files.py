@@ -1,8 +1,7 @@
-"""The weight files of a folder, their headers, and the context of a load."""
+"""The weight files of a folder, their headers, and the settings of the load that is running."""
 
 import os
-import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -19,15 +18,15 @@ _STEMS = {"safetensors": "model", "bin": "pytorch_model"}
 
 @dataclass
 class _Loading:
-    """The context of a load."""
+    """Settings that one `from_pretrained` hands to functions that transformers' loader calls."""
 
-    # The experts to offload (`offload.OffloadRequest`).
+    # Which experts to keep in RAM or on disk (`offload.OffloadRequest`).
     offload: Any = None
-    # The requested `activations` for a packed folder; None for those of its config.
+    # `activations` as the caller of `from_pretrained` wants them; None: as the folder's quantization_config says.
     activations: str | None = None
-    # The layout of another program's packed weights (`formats.packed.Layout`).
+    # How another program has packed the folder's weights (`formats.packed.Layout`); None if none has.
     layout: Any = None
-    # The tensors in this layout (`quantization.Matrices`).
+    # The folder's matrices in that layout (`quantization.Matrices`).
     matrices: Any = None
 
 
@@ -36,7 +35,7 @@ _current: ContextVar[_Loading | None] = ContextVar("llamoe_loading", default=Non
 
 @contextmanager
 def loading() -> Iterator[_Loading]:
-    """Enter a new load's context; `current_loading` returns it."""
+    """Enter a load: within the context `current_loading` returns the yielded settings."""
     state = _Loading()
     token = _current.set(state)
     try:
@@ -46,20 +45,22 @@ def loading() -> Iterator[_Loading]:
 
 
 def current_loading() -> _Loading:
-    """Return the context of the current load; an empty one outside of `loading`."""
+    """Return the settings of the load that is running; default settings outside of `loading`."""
     return _current.get() or _Loading()
 
 
 def read_header(path: str | os.PathLike, kind: str | None = None) -> dict[str, TensorHeader]:
-    """Read and check the header of a weight file: tensor name to header.
+    """Read the header of a weight file: tensor name to `TensorHeader`.
 
-    `kind` is "safetensors" or "bin" (torch.save); None goes by the name, as transformers does.
+    Args:
+        path: the file.
+        kind: "safetensors" or "bin" (torch.save); None decides by the name's ending, as transformers does.
 
     Raises:
-        CheckpointError: the file is missing, cut short, or contradicts itself or its size; or it is a pickle that
-            holds something else than a dictionary of tensors, or wants to run code.
+        CheckpointError: the file is missing or damaged, has a wrong size, or is a pickle that runs code or holds
+            something else than a dictionary of tensors.
     """
-    # A name with a zero byte is a ValueError.
+    # `os.stat` raises a ValueError for a path with a zero byte.
     with reading(path, ValueError):
         check_regular(path)
         if kind == "safetensors" or kind is None and str(path).endswith(".safetensors"):
@@ -67,34 +68,34 @@ def read_header(path: str | os.PathLike, kind: str | None = None) -> dict[str, T
         content = read_torch(path)
     if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
         raise CheckpointError(
-            f"{path}: holds a {type(content).__name__}, not a dictionary of names to tensors."
+            f"{path}: holds a {type(content).__name__}, not a dictionary of tensors by name."
         )
     tensors = {name: value for name, value in content.items() if isinstance(value, TensorHeader)}
     if not tensors:
         raise CheckpointError(
-            f"{path}: has no tensor at its top, where transformers looks, but {', '.join(content)[:99] or 'nothing'}. "
-            "If the weights are inside of that, save it by itself, or convert the folder with `llamoe convert`."
+            f"{path}: its dictionary holds no tensors, but {', '.join(content)[:99] or 'nothing'}. If the weights are "
+            "in one of these, save that one alone, or convert the folder with `llamoe convert`."
         )
     return tensors
 
 
 def find_weights(folder: str | os.PathLike) -> list[Path] | None:
-    """Find the weight files that transformers reads in a folder: one or many, safetensors before .bin.
+    """Return the weight files that transformers reads in a folder: one or many, safetensors before .bin.
 
-    The result is None if the folder has neither a file nor an index under the expected names.
+    None means that the folder has neither a single file nor an index of the names that transformers expects.
 
     Raises:
-        CheckpointError: the index cannot be read, names a file outside of the folder or of another format, or there
-            are both a single file and an index with its files, of which either may be the older one.
+        CheckpointError: the index cannot be read, or names a file outside of the folder or of another format; or the
+            folder has both a single file and an index with all of its files, and either may be the older model.
     """
     for suffix, stem in _STEMS.items():
         single, index = Path(folder, f"{stem}.{suffix}"), Path(folder, f"{stem}.{suffix}.index.json")
         if single.is_file():
-            # A single file saved over shards leaves their index, but not their files.
+            # When a single file is saved over shards, transformers removes the shards, but not their index.
             if index.is_file() and all(path.exists() for path in _read_index(index, suffix)):
                 raise CheckpointError(
-                    f"{folder}: holds both {single.name} and {index.name} with its files, and nothing says which are "
-                    "the weights. Remove one of the two."
+                    f"{folder}: has both {single.name} and {index.name} with its files, and nothing says which of the "
+                    "two holds the weights. Remove the other."
                 )
             return [single]
         if index.is_file():
@@ -102,21 +103,27 @@ def find_weights(folder: str | os.PathLike) -> list[Path] | None:
     return None
 
 
+def check_files(files: Iterable[str | os.PathLike], folder: str | os.PathLike | None) -> None:
+    """Raise a `CheckpointError` if a local folder names a weight file that lies outside of the folder.
+
+    A file in the folder may be a link to another place, as in the Hub's cache.
+    """
+    if folder is None or not os.path.isdir(folder):
+        return
+    for file in map(Path, files):
+        if not file.is_relative_to(folder) or ".." in file.relative_to(folder).parts:
+            raise CheckpointError(f"{file}: is named in {folder}, but lies outside of that folder.")
+
+
 def _read_index(index: Path, suffix: str) -> list[Path]:
+    """Return the files that an index names."""
     weight_map = read_json(index, LARGE).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-        raise CheckpointError(f"{index}: weight_map should say in which file each tensor is.")
+        raise CheckpointError(f"{index}: weight_map should be a dictionary of file names by tensor name.")
     names = sorted(set(weight_map.values()))
     for name in names:
-        if not _is_inside(name):
-            raise CheckpointError(f"{index}: names {name[:200]!r}, which lies outside of the folder.")
         if name.endswith(".safetensors") != (suffix == "safetensors"):
             raise CheckpointError(f"{index}: names {name[:200]!r}, which is no .{suffix} file.")
-    return [index.parent / name for name in names]
-
-
-def _is_inside(name: str) -> bool:
-    """Return True if a name stays inside the folder; the file itself may be a link out of it, as in the Hub's cache."""
-    parts = re.split(r"[/\\]", name)
-    is_name = "\0" not in name and all(len(part.encode(errors="replace")) <= 255 for part in parts)
-    return is_name and ".." not in parts and bool(parts[0]) and ":" not in parts[0]
+    files = [index.parent / name for name in names]
+    check_files(files, index.parent)
+    return files

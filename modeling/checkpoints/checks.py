@@ -1,24 +1,20 @@
-"""Checks before and after a load, for faults that transformers ignores or only warns of.
+"""Checks before and after a load, for faults of checkpoints that transformers ignores or only warns of.
 
-transformers itself refuses wrong shapes and truncated files. But of a tensor stored twice it takes the last; experts
-after a gap in the numbers it would renumber; integers in place of weights it casts; and missing weights it initialises
-at random.
+transformers itself refuses wrong shapes and truncated files. But it takes the last copy of a tensor that is stored
+twice, renumbers the experts after one that is missing, casts integers to weights, and initialises missing weights at
+random.
 """
 
-import os
 import re
 from collections.abc import Iterable
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from ...configuration.checks import listed
 from ...configuration.errors import CheckpointError
-from .safetensors_files import DTYPES, WEIGHT_DTYPES
-from .stored import Stored
+from .stored import Stored, check_dtype
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -27,26 +23,17 @@ _NUMBER = re.compile(r"(\.experts\.(?:\w+\.)?)(\d+)\.")
 _REMEDY = "Download or copy the checkpoint again."
 
 
-def check_files(files: Iterable[str], folder: str | os.PathLike | None) -> None:
-    """Raise a `CheckpointError` if a local folder names a file of weights that lies outside of it."""
-    if folder is None or not os.path.isdir(folder):
-        return
-    for file in map(Path, files):
-        if not file.is_relative_to(folder) or ".." in file.relative_to(folder).parts:
-            raise CheckpointError(f"{file}: is named in {folder}, but lies outside of it.")
-
-
 def check_tensors(model: "PreTrainedModel", tensors: Iterable[Stored], load_config: Any) -> None:
-    """Check the names and dtypes of a checkpoint's tensors.
+    """Check the names and dtypes of a checkpoint's tensors before they are loaded.
 
     Args:
-        model: the empty model, in which modules to be packed have been replaced already.
+        model: the model without weights, in which the quantizer has replaced modules by packed ones already.
         tensors: the checkpoint's tensors.
-        load_config: transformers' record of the loading.
+        load_config: transformers' `LoadStateDictConfig`.
 
     Raises:
-        CheckpointError: a tensor is there twice, an expert is missing between others, or a tensor has a dtype that the
-            model cannot take.
+        CheckpointError: a tensor is stored twice, an expert with a lower number than others is missing, or a tensor has
+            a dtype that the model cannot take.
     """
     quantizer = load_config.hf_quantizer
     # Other quantizers check their dtypes themselves.
@@ -68,7 +55,8 @@ def check_tensors(model: "PreTrainedModel", tensors: Iterable[Stored], load_conf
         by_key.setdefault((key, pattern), []).append(tensor)
         if checks_dtypes:
             is_quantized_next = quantizer is not None and quantizer.param_needs_quantization(model, key)
-            _check_dtype(tensor, torch.float32 if is_quantized_next else state[key].dtype)
+            is_weight = is_quantized_next or state[key].is_floating_point()
+            check_dtype(tensor, None if is_weight else state[key].dtype)
     for (key, pattern), found in by_key.items():
         twice = found if pattern is None else by_key.get((key, None), [])
         if pattern is None and len(found) > 1 or pattern is not None and twice:
@@ -80,99 +68,83 @@ def check_tensors(model: "PreTrainedModel", tensors: Iterable[Stored], load_conf
             raise CheckpointError(f"{found[0].origin}: {name} is missing, or there by two names. {_REMEDY}")
 
 
-def _check_dtype(tensor: Stored, wanted: torch.dtype) -> None:
-    is_taken = (
-        tensor.dtype in WEIGHT_DTYPES if wanted.is_floating_point else DTYPES.get(tensor.dtype) == wanted
-    )
-    if not is_taken:
-        raise CheckpointError(
-            f"{tensor} has dtype {tensor.dtype}, where the model has {wanted}. Weights and quantization_config in "
-            "config.json do not belong together."
-        )
-
-
 def check_made(model: "PreTrainedModel", loading_info: Any, place: Any) -> None:
-    """Check that fusing and quantizing succeeded, and that packed weights are complete: they have no initialisation.
+    """Check that experts were fused and weights quantized without errors, and that all packed weights were loaded.
 
     Args:
-        model: as transformers has loaded it, before it fills what was missing.
-        loading_info: transformers' record of what was missing, and of what had another shape.
-        place: path of the checkpoint for the message; None for a state dict.
+        model: the loaded model, before transformers initialises missing weights.
+        loading_info: transformers' `LoadStateDictInfo`.
+        place: path of the checkpoint, for the message; None for a state dict.
 
     Raises:
-        CheckpointError: a conversion failed; or a packed weight's part is missing or has a wrong shape.
+        CheckpointError: fusing or quantizing failed, or a part of a packed weight is missing or has a wrong shape.
     """
     for key, details in loading_info.conversion_errors.items():
-        # The details are a traceback that ends with the message, and a line "Error: …" by transformers. Keep the
-        # message.
+        # The details are a traceback, whose last line is the message, and then transformers' own line "Error: …".
         message = details.rpartition("\nError: ")[0].rpartition("\n")[2]
         raise CheckpointError(f"{place or 'state_dict'}: {key}: {message}")
-    wrong = {
-        key: f" has shape {[*given]}, not {[*wanted]}" for key, given, wanted in loading_info.mismatched_keys
+    wrong_shapes = {
+        key: f" has shape {[*stored]}, not {[*wanted]}"
+        for key, stored, wanted in loading_info.mismatched_keys
     }
-    lost = []
+    not_loaded = []
     for path, module in model.named_modules():
         # Only packed modules have `part_shapes`.
         shapes = module.part_shapes() if hasattr(module, "part_shapes") else {}
         for name, part in module.state_dict().items() if shapes else ():
             key = f"{path}.{name}"
             if (
-                key in wrong
+                key in wrong_shapes
                 or key in loading_info.missing_keys
                 or part.shape != shapes.get(name, [part.shape])[0]
             ):
-                lost.append(key + wrong.get(key, ""))
-    if lost:
+                not_loaded.append(key + wrong_shapes.get(key, ""))
+    if not_loaded:
         raise CheckpointError(
-            f"{place}: {listed(lost, 5)} cannot be filled from the checkpoint, and packed weights are not "
+            f"{place}: {listed(not_loaded, 5)} cannot be filled from the checkpoint, and packed weights are not "
             f"initialized at random. {_REMEDY}"
         )
 
 
 def check_complete(model: "PreTrainedModel", loading_info: Any, load_config: Any) -> None:
-    """Check that a checkpoint of the model's own class had all of its weights, and no unknown tensors of experts.
+    """Check that a checkpoint of the model's own class has all weights, and experts have no tensors beside the model's.
 
-    A class may load a checkpoint of another class, as a classifier loads a language model's. Weights that such a
-    checkpoint lacks are initialised, and transformers reports them.
-
-    Args:
-        model: loaded.
-        loading_info: transformers' record of what the checkpoint lacks, and of what it has beside the model.
-        load_config: transformers' record of the loading.
+    A class may load another class's checkpoint: a classifier loads a language model's. transformers initialises the
+    weights that such a checkpoint lacks, and reports them; this is no error.
 
     Raises:
-        CheckpointError: some weights are missing although config.json names the model's class; all weights are
-            missing; or the checkpoint has a tensor of experts that the model lacks, such as a bias.
+        CheckpointError: a weight is missing although config.json names the model's class; all weights are missing; or
+            the checkpoint has a tensor of experts that the model does not have, such as a bias.
     """
     place, quantizer = load_config.pretrained_model_name_or_path, load_config.hf_quantizer
     experts = tuple(f"{path}." for path, _ in model.named_modules() if path.endswith(".experts"))
-    if odd := sorted(name for name in loading_info.unexpected_keys if name.startswith(experts)):
+    if unknown := sorted(name for name in loading_info.unexpected_keys if name.startswith(experts)):
         raise CheckpointError(
-            f"{place or 'state_dict'}: {listed(odd, 5)} belong to experts, but are not read."
+            f"{place or 'state_dict'}: {listed(unknown, 5)} belong to experts, but this model has no such tensors."
         )
-    lost = [name for name in sorted(loading_info.missing_keys) if _is_plain_weight(model, name, quantizer)]
-    has_none = len(lost) == len(list(model.parameters()))
-    # A state dict has no config.json.
-    if not lost or place is None and not has_none:
+    missing = [name for name in sorted(loading_info.missing_keys) if _is_plain_weight(model, name, quantizer)]
+    has_none = len(missing) == len(list(model.parameters()))
+    # A state dict has no config.json that would name its class.
+    if not missing or place is None and not has_none:
         return
     architectures = model.config.architectures
     if place is not None:
-        # The checkpoint's own config.json; the model may have been given another configuration.
+        # Ask the checkpoint's own config.json: the caller may have passed another configuration.
         with suppress(OSError):
             content, _ = model.config.get_config_dict(place, **(load_config.download_kwargs or {}))
             architectures = content.get("architectures")
-    # FSDP2 derives classes of its own.
+    # FSDP2 replaces the class by one that is named FSDP and the old name.
     name = type(model).__name__.removeprefix("FSDP")
     if name in (architectures or ()) or has_none:
         raise CheckpointError(
-            f"{place or 'state_dict'}: config.json says that this is a {name}, but {len(lost)} of its weights are "
-            f"missing: {listed(lost, 5)}. {_REMEDY} To begin with fresh weights, build {name}(config) and load the "
-            "others with load_state_dict(..., strict=False)."
+            f"{place or 'state_dict'}: config.json says that this is a {name}, but {len(missing)} of its weights are "
+            f"missing: {listed(missing, 5)}. {_REMEDY} To draw them at random, build {name}(config) and load the other "
+            "weights by load_state_dict(..., strict=False)."
         )
 
 
 def _is_plain_weight(model: "PreTrainedModel", name: str, quantizer: Any) -> bool:
-    """Return True if a name is that of a parameter that no quantizer has created or removed."""
+    """Return True for the name of a parameter that exists in the model and does not come from a quantizer."""
     path, _, own_name = name.rpartition(".")
     module = model.get_submodule(path)
     is_plain = type(module).__module__.startswith(("torch.nn.", "llamoe."))

@@ -1,7 +1,7 @@
 """Operations by which transformers' loader fuses experts that a checkpoint stores one by one.
 
-Mixtral's files have every expert's matrices as tensors of their own; stock's own rules fuse them. Files of Llama 4 from
-quantizers and trainers have them, too, as linear layers `[out, in]`, in one of two spellings.
+Mixtral's files store each expert's matrices as tensors of their own, and transformers has rules that fuse them. Some
+quantizers and trainers write Llama 4's experts so, too: as linear layers `[out, in]`, in one of two spellings.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,9 +19,12 @@ from .expert_index import expert_of
 
 
 class FuseExperts(ConversionOps):
-    """Fuse the matrices of each expert into a stack; each is copied once to its place, and then freed.
+    """Copies the matrices of all experts into one stack, and frees each matrix after its copy.
 
-    transformers' own operations hold gate, up and their stack in memory at the same time.
+    transformers' own operations hold all gate matrices, all up matrices and their stack in memory at the same time.
+
+    Args:
+        is_transposed: the stack is input-first, `[E, in, out]` (Llama 4), not `[E, out, in]` (Mixtral).
     """
 
     def __init__(self, is_transposed: bool = False):
@@ -37,37 +40,36 @@ class FuseExperts(ConversionOps):
         model: Any = None,
         **kwargs: Any,
     ) -> dict[str, torch.Tensor]:
-        """Return the stack, by the pattern of its name.
+        """Return the stack, under the pattern of its name.
 
         Raises:
-            CheckpointError: an expert lacks a matrix, has one in two spellings, or one of another shape.
+            CheckpointError: an expert lacks a matrix, has a matrix in two spellings, or one of another shape.
         """
         counts = {pattern: len(input_dict[pattern]) for pattern in source_patterns if pattern in input_dict}
         path, _, stack = full_layer_name.rpartition(".")
         parts = PARTS_OF_STACKS[self.is_transposed][stack]
         if len(counts) != len(parts) or len({*counts.values()}) > 1:
             raise CheckpointError(
-                f"{full_layer_name}: the checkpoint has {counts} matrices, but every expert needs one of each of "
-                f"{', '.join(parts)}. Download or copy the checkpoint again."
+                f"{full_layer_name}: the checkpoint has these numbers of matrices: {counts}, but every expert needs "
+                f"one of each of {', '.join(parts)}. Download or copy the checkpoint again."
             )
         lists = [input_dict.pop(pattern) for pattern in counts]
-        # In a sharded model, `transposed_for_shards` has transposed the matrices of all input-first stacks, also of
-        # stacks that are not sharded because their size does not divide.
+        # If any parameter is sharded, `transposed_for_shards` has transposed the matrices of all input-first stacks.
         target: Any = getattr(model.get_submodule(path), stack)
-        is_turned = self.is_transposed and is_sharded(model.parameters())
+        was_transposed = self.is_transposed and is_sharded(model.parameters())
         if not lists[0]:
             # This process holds none of the experts.
             return {target_patterns[0]: torch.empty(target.to_local().shape, dtype=kwargs["config"].dtype)}
-        first = lists[0][0].T if is_turned else lists[0][0]
+        first = lists[0][0].T if was_transposed else lists[0][0]
         size_out, size_in = len(parts) * first.shape[0], first.shape[-1]
         sizes = (size_in, size_out) if self.is_transposed else (size_out, size_in)
-        whole = first.new_empty(len(lists[0]), *sizes)
+        fused = first.new_empty(len(lists[0]), *sizes)
         for number in range(len(lists[0])):
             for part, matrices in zip(parts, lists, strict=True):
-                matrix = matrices[number].T if is_turned else matrices[number]
+                matrix = matrices[number].T if was_transposed else matrices[number]
                 matrices[number] = None
-                put_matrix(matrix, whole, ExpertMatrix(number, part), self.is_transposed)
-        return {target_patterns[0]: whole}
+                put_matrix(matrix, fused, ExpertMatrix(number, part), self.is_transposed)
+        return {target_patterns[0]: fused}
 
 
 SPLIT_LLAMA4 = [
@@ -81,35 +83,38 @@ SPLIT_LLAMA4 = [
     )
     for stack, parts in PARTS_OF_STACKS[True].items()
 ]
-"""Rules of transformers' loader for Llama 4's experts one by one."""
+"""Rules for transformers' loader, which fuse Llama 4's experts that are stored one by one, in either spelling."""
 
 
 def fuse_in_place(rules: Iterable[Any]) -> None:
-    """Make stock's rules of a load fuse experts in place: each matrix is copied once, not up to three times."""
+    """Put `FuseExperts` into transformers' rules for Mixtral, so that each matrix is copied once, not three times."""
     for rule in rules:
-        stacks = isinstance(rule, WeightConverter) and rule.target_patterns[0].rpartition(".")[2] in STACKS
-        if stacks and any(isinstance(operation, MergeModulelist) for operation in rule.operations):
+        is_of_stack = (
+            isinstance(rule, WeightConverter) and rule.target_patterns[0].rpartition(".")[2] in STACKS
+        )
+        if is_of_stack and any(isinstance(operation, MergeModulelist) for operation in rule.operations):
             rule.operations = [FuseExperts()]
 
 
 def transposed_for_shards(
     model: PreTrainedModel, files: Iterable[str], state_dict: Mapping[str, Any] | None
 ) -> Mapping[str, Any] | None:
-    """Return a state dict with single experts' matrices transposed, so that processes cut the right shards of them.
+    """Return a state dict in which Llama 4's single experts are transposed, so that each process loads its shard.
 
-    transformers cuts a matrix along the axes of its stack, in which Llama 4's matrices are transposed. Files are only
-    mapped.
+    transformers cuts each expert's matrix along the axes of its stack. The files have matrices `[out, in]`, but Llama
+    4's stacks are input-first. Tensors of files are mapped, not read.
 
     Returns:
-        None if there are no such experts, or the model is not sharded.
+        the given `state_dict` if the model is not sharded, or the checkpoint has no such experts.
     """
     if not is_sharded(model.parameters()):
         return state_dict
     content = dict(state_dict or {})
     for file in files:
         content |= load_state_dict(file)
-    split = [
+    # Parts named w1, w2 and w3 are Mixtral's, whose stacks are `[E, out, in]`.
+    single = [
         name for name in content if (expert := expert_of(name)) and not expert.matrix.part.startswith("w")
     ]
-    content |= {name: content[name].T for name in split if content[name].dim() == 2}
-    return content if split else state_dict
+    content |= {name: content[name].T for name in single if content[name].dim() == 2}
+    return content if single else state_dict

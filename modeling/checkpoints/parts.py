@@ -1,9 +1,9 @@
-"""Parts of a model, such as its attention or its experts, and the sums of their tensors' bytes."""
+"""Sums over the tensors of each part of a model, such as its attention or its experts."""
 
 import re
 from collections.abc import Iterable
 
-# Parts by patterns of their tensors' keys; the first match counts.
+# Names of parts, and patterns of their tensors' keys. A tensor belongs to the first part whose pattern its key matches.
 _PARTS = (
     ("vision tower", r"(^|\.)vision_model\."),
     ("projector", r"^multi_modal_projector\."),
@@ -18,28 +18,25 @@ _PARTS = (
 )
 
 
-def part_of(key: str) -> str:
-    """Return the part of the model that a tensor belongs to; "other" if none matches."""
-    return next((label for label, pattern in _PARTS if re.search(pattern, key)), "other")
-
-
 def sum_by_part(
     tensors: Iterable[tuple[str, int, int]], is_tower: bool = False
 ) -> dict[str, tuple[int, int]]:
-    """Sum two numbers for each tensor, such as bytes before and after, by part of the model.
+    """Sum two numbers of each tensor, such as its bytes before and after quantization, over each part of the model.
 
-    A tower alone, whose keys have no prefix, is one part.
+    Args:
+        tensors: key, first and second number of each tensor.
+        is_tower: the model is a vision tower alone: all tensors count as that part, the first of the list.
     """
-    found: dict[str, tuple[int, int]] = {}
+    sums: dict[str, tuple[int, int]] = {}
     for key, first, second in tensors:
-        part = "vision tower" if is_tower else part_of(key)
-        sums = found.get(part, (0, 0))
-        found[part] = sums[0] + first, sums[1] + second
-    return found
+        part = next((label for label, pattern in _PARTS if is_tower or re.search(pattern, key)), "other")
+        sum_of_first, sum_of_second = sums.get(part, (0, 0))
+        sums[part] = sum_of_first + first, sum_of_second + second
+    return sums
 
 
 def in_units(size: int) -> str:
-    """Format a number of bytes in GB, MB or kB of 10^9, 10^6 or 10^3 bytes."""
+    """Format a number of bytes in GB, MB or kB, which are 10^9, 10^6 and 10^3 bytes."""
     for unit, name in ((10**9, "GB"), (10**6, "MB")):
         if size >= unit / 10:
             return f"{size / unit:,.2f} {name}"

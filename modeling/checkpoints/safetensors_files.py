@@ -1,7 +1,8 @@
-"""Reading of safetensors headers, with checks, also for duplicate keys.
+"""Reads the headers of safetensors files, and refuses names that occur twice.
 
-The format: 8 bytes, little endian, the length of a JSON header; the header, name to dtype, shape and byte offsets;
-then the bytes of all tensors without gaps (https://github.com/huggingface/safetensors).
+A safetensors file (https://github.com/huggingface/safetensors) begins with the length of its header: 8 bytes, little
+endian. The header follows, a JSON object from each tensor's name to its dtype, shape and byte offsets; then come the
+bytes of all tensors, without gaps.
 """
 
 import json
@@ -21,10 +22,10 @@ DTYPES = {
     "C128": torch.complex128, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
     "F8_E8M0": torch.float8_e8m0fnu, "F8_E4M3FNUZ": torch.float8_e4m3fnuz, "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
 }  # fmt: skip
-"""torch's dtype for each name that safetensors has for one; C128 is torch.save's alone."""
+"""torch's dtypes by safetensors' names for them. C128 is a name of ours: only torch.save stores complex128."""
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 WEIGHT_DTYPES = {"F16", "BF16", "F32", "F64"}
-"""Names of the dtypes that plain weights have."""
+"""Names of the dtypes in which weights that are not packed may be stored."""
 
 
 class TensorHeader(NamedTuple):
@@ -32,10 +33,10 @@ class TensorHeader(NamedTuple):
 
     Attributes:
         dtype: in safetensors' spelling: "F32", "BF16", "BOOL", …
-        shape: as a tuple.
-        begin: byte of the file at which the first element stands.
-        nbytes: of its elements.
-        strides: in elements; None for contiguous tensors, the last axis fastest.
+        shape: sizes of the axes.
+        begin: offset of the first element in the file, in bytes.
+        nbytes: size of all elements, in bytes.
+        strides: as `torch.Tensor.stride()`, in elements; None if the elements lie in the file in row-major order.
     """
 
     dtype: str
@@ -46,29 +47,26 @@ class TensorHeader(NamedTuple):
 
 
 def read_safetensors(path: str | os.PathLike) -> dict[str, TensorHeader]:
-    """Read and check the header of one safetensors file: tensor name to header, in the file's order.
+    """Read the header of a safetensors file: tensor name to `TensorHeader`, in the order of the file.
 
     Raises:
-        CheckpointError: the file is cut short or too long, or its header contradicts itself or has a name twice.
-        OSError: it cannot be read.
+        CheckpointError: the file is too short or too long for its header, the header contradicts itself or has a name
+            twice, or there is no memory to map the file.
+        OSError: the file does not exist or is not accessible.
     """
-    size = check_regular(path).st_size
+    check_regular(path)
     try:
-        # Open it for NumPy: for torch the library would reserve memory for the whole file, which may be refused.
+        # safetensors checks the header here. For torch in place of NumPy it would reserve memory for the whole file.
         with safe_open(path, framework="np"):
             pass
         with open(path, "rb") as file:
             length = int.from_bytes(file.read(8), "little")
-            # The library takes the last of two tensors of one name.
+            # Of two tensors with one name safetensors keeps the last, without an error.
             content = json.loads(file.read(length), object_pairs_hook=without_duplicates)
     except (SafetensorError, OSError, MemoryError, ValueError) as error:
-        if "Cannot allocate memory" in str(error):
-            raise CheckpointError(
-                f"{path}: its {size} bytes cannot be mapped, since this process may not take so many addresses "
-                "(`ulimit -v`). Raise that limit."
-            ) from error
         raise CheckpointError(
-            f"{path}: is damaged or cut short ({str(error)[:300]}). Download or copy it again."
+            f"{path}: is damaged or cut short, or there is no memory to map it ({str(error)[:300]}). Download or copy "
+            "it again; if memory is the reason, raise the limit of `ulimit -v`."
         ) from error
     content.pop("__metadata__", None)
     return {

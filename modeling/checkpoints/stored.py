@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint, and whether one has the shape and dtype that a model needs."""
+"""The tensors of a checkpoint, and checks of their shapes and dtypes."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
@@ -7,20 +7,18 @@ import torch
 
 from ...configuration.errors import CheckpointError
 from .checkpoint_files import read_header
-from .safetensors_files import DTYPE_NAMES, WEIGHT_DTYPES
-
-OTHER_MODEL = "Weights and config.json do not belong together."
+from .safetensors_files import DTYPE_NAMES, DTYPES, WEIGHT_DTYPES
 
 
 class Stored(NamedTuple):
     """A tensor of a checkpoint.
 
     Attributes:
-        origin: the file, or "state_dict".
-        name: name in the origin.
-        dtype: in safetensors' spelling.
+        origin: path of the file, or "state_dict" for a tensor in memory.
+        name: name in the file or state dict.
+        dtype: in safetensors' spelling, such as "BF16".
         shape: as stored.
-        content: the tensor, which may be mapped from the file; or its header.
+        content: the tensor if it is in memory; its `TensorHeader` if it is in a file.
     """
 
     origin: str
@@ -34,7 +32,7 @@ class Stored(NamedTuple):
 
 
 def headers_of(files: Iterable[str]) -> list[Stored]:
-    """Return the tensors of files, with headers as content."""
+    """Return the tensors of files, without reading their data."""
     return [
         Stored(str(file), name, header.dtype, header.shape, header)
         for file in files
@@ -54,24 +52,20 @@ def tensors_of(state_dict: Mapping[str, Any]) -> list[Stored]:
 
 
 def check_tensor(stored: Stored, wanted: tuple[int, ...], dtype: torch.dtype | None) -> None:
-    """Check the shape and dtype of a checkpoint's tensor; `dtype` None accepts every dtype of plain weights.
-
-    Raises:
-        CheckpointError: the tensor has another shape or dtype.
-    """
+    """Raise a `CheckpointError` if a checkpoint's tensor has another shape, or a dtype that `check_dtype` refuses."""
     if stored.shape != wanted:
         raise CheckpointError(
             f"{stored} has shape {list(stored.shape)}, but the model that config.json describes has {list(wanted)}. "
-            + OTHER_MODEL
+            "Weights and config.json do not belong together."
         )
-    if dtype is None and stored.dtype not in WEIGHT_DTYPES:
+    check_dtype(stored, dtype)
+
+
+def check_dtype(stored: Stored, wanted: torch.dtype | None) -> None:
+    """Raise a `CheckpointError` if a tensor has another dtype; `wanted` None accepts every dtype of plain weights."""
+    is_right = stored.dtype in WEIGHT_DTYPES if wanted is None else DTYPES.get(stored.dtype) == wanted
+    if not is_right:
         raise CheckpointError(
-            f"{stored} has dtype {stored.dtype}, which is not a dtype of plain weights "
-            f"({', '.join(sorted(WEIGHT_DTYPES))}), and config.json has no quantization_config for it. Load the "
-            "unquantized checkpoint."
-        )
-    if dtype is not None and stored.dtype != DTYPE_NAMES[dtype]:
-        raise CheckpointError(
-            f"{stored} has dtype {stored.dtype}, but the quantization_config in config.json means "
-            f"{DTYPE_NAMES[dtype]}. {OTHER_MODEL}"
+            f"{stored} has dtype {stored.dtype}, where the model needs {wanted or ', '.join(sorted(WEIGHT_DTYPES))}. "
+            "Weights and quantization_config in config.json do not belong together."
         )

@@ -1,7 +1,7 @@
-"""Reading of tensor headers in files of torch.save (.bin, .pth, .pt), without the tensors' data.
+"""Reads the headers of tensors in files of torch.save (.bin, .pth, .pt), without the tensors' data.
 
-Since 1.6 torch writes a zip archive of uncompressed records: a pickle that describes the tensors, and a record for the
-data of each storage. torch's `weights_only` runs the pickle without calling unknown functions.
+Since torch 1.6 such a file is a zip archive of uncompressed records: a pickle that describes the tensors, and for each
+storage a record with its data. `torch.load(weights_only=True)` runs the pickle, but lets it call only known functions.
 """
 
 import io
@@ -22,20 +22,21 @@ def read_torch(path: str | os.PathLike) -> Any:
     """Read a file of `torch.save`, without its tensors' data.
 
     Returns:
-        the content as torch loads it, with `TensorHeader`s in place of tensors in dictionaries.
+        the content as `torch.load` gives it, with a `TensorHeader` in place of each tensor in a dictionary.
 
     Raises:
-        CheckpointError: the file is damaged, is no such file, or holds what `torch.load(weights_only=True)` refuses.
-        OSError: it cannot be read.
+        CheckpointError: the file is damaged, was not written by `torch.save`, or holds something that
+            `torch.load(weights_only=True)` refuses.
+        OSError: the file does not exist or is not accessible.
     """
     check_regular(path)
     try:
         _check_records(path)
-        # Meta's files have byte streams beside the weights.
+        # Meta's checkpoints hold byte streams beside the weights.
         with torch.serialization.safe_globals([io.BytesIO, bytes]):
             content = load_without_storage(path)
         return _with_headers(content)
-    # Damaged archives and pickles make torch raise errors of many types.
+    # For a damaged archive or pickle torch raises errors of many types.
     except (
         zipfile.BadZipFile,
         RuntimeError,
@@ -48,34 +49,37 @@ def read_torch(path: str | os.PathLike) -> Any:
             raise
         reason = str(error).strip().partition("\n")[0][:300]
         raise CheckpointError(
-            f"{path}: is no file of weights that torch.load(weights_only=True) reads, or damaged ({reason}). A file of "
-            "torch before 1.6 has to be saved again."
+            f"{path}: is damaged, or is no file of weights that torch.load(weights_only=True) reads ({reason}). "
+            "Download it again. A file of torch before 1.6 has to be saved again by a newer one."
         ) from error
 
 
 def _check_records(path: str | os.PathLike) -> None:
-    """Check that each record is at its place in the archive's directory, and the checksums of records without data."""
+    """Check the archive's directory, the checksums of all records but tensor data, and the byte order.
+
+    torch checks neither directory nor checksums.
+    """
     with zipfile.ZipFile(path) as archive:
         for record in archive.infolist():
+            # Opening a record checks that it begins where the directory says, reading it checks its checksum.
             with archive.open(record) as file:
-                is_order = record.filename.endswith("/byteorder")
-                if "/data/" not in record.filename and file.read() != b"little" and is_order:
-                    raise CheckpointError(
-                        f"{path}: was written on a big-endian machine; save it again on a usual one."
-                    )
+                content = b"" if "/data/" in record.filename else file.read()
+            if record.filename.endswith("/byteorder") and content != b"little":
+                raise CheckpointError(
+                    f"{path}: was written on a big-endian machine. Load it and save it again on a little-endian one."
+                )
 
 
 def _with_headers(content: Any) -> Any:
+    """Replace the tensors in nested dictionaries by `TensorHeader`s."""
     if isinstance(content, dict):
         return {name: _with_headers(value) for name, value in content.items()}
     if not isinstance(content, torch.Tensor):
         return content
     if content.is_conj() or content.is_neg():
-        raise ValueError("it holds conjugate or negative views")
-    dtype, size = content.dtype, content.dtype.itemsize
-    begin: Any = content.untyped_storage()._checkpoint_offset  # pyright: ignore[reportAttributeAccessIssue]
-    begin = (begin or 0) + content.storage_offset() * size
-    shape, strides = tuple(content.shape), tuple(content.stride())
-    is_plain = content.is_contiguous()
-    nbytes = content.numel() * size
-    return TensorHeader(DTYPE_NAMES[dtype], shape, begin, nbytes, None if is_plain else strides)
+        raise ValueError("it holds conjugate or negative views, whose stored numbers are not their values")
+    # An empty storage has the offset None.
+    begin: Any = content.untyped_storage()._checkpoint_offset or 0  # pyright: ignore[reportAttributeAccessIssue]
+    begin += content.storage_offset() * content.dtype.itemsize
+    strides = None if content.is_contiguous() else tuple(content.stride())
+    return TensorHeader(DTYPE_NAMES[content.dtype], tuple(content.shape), begin, content.nbytes, strides)

@@ -11,6 +11,7 @@ is slow to import: only files named `…_triton` import it at their top.
 from .cpp_kernels import (
     Matrix,
     cpp_instructions,
+    cpp_pack_words,
     cpp_product,
     cpp_unpack,
     why_no_cpp_kernels,
@@ -27,8 +28,6 @@ from .float32_blocks import (
 )
 from .limits import (
     FEW_BITS_FLOAT_MAX_ROWS,
-    INT4_TORCH_MAX_ROWS,
-    INT8_TORCH_MAX_ROWS,
     PEFT_ORDER_MAX_ROWS,
     TRITON_UNSORTED_MAX_ROWS,
 )

@@ -39,6 +39,7 @@ _ARGUMENTS = {
     "rms_norm": [_SIZE, _POINTER, _POINTER, _POINTER, _SIZE, _SIZE, _FLOAT],
     "attention": [_SIZE, _POINTER, *[_POINTER, _SIZE, _SIZE] * 2, *[_SIZE] * 4, _FLOAT, _POINTER, _INT],
     "unpack": [*_MATRIX, _SIZE, _POINTER, _SIZE, _INT],
+    "pack_words": [_POINTER, *[_SIZE] * 5, _POINTER, _INT],
 }
 # Triton and other libraries set CXX to a C compiler, which does not link the C++ library by itself.
 _CPP_RUNTIME = ["-Wl,--no-as-needed", "-lstdc++"] if sys.platform == "linux" else []
@@ -219,7 +220,9 @@ def _agrees(kernels: Any) -> bool:
             expected = torch.nn.functional.rms_norm(x.float(), (num_in,), eps=1.0) * scales_in.float()
             if not _is_close(_normalize(kernels, x, scales_in.to(dtype), 1.0), expected):
                 return False
-    return _attends(kernels, generator)
+    words, repacked = (small[:, ::2] | small[:, 1::2] << 4).view(torch.int32), torch.empty_like(packed)
+    _pack_words(kernels, words, None, repacked)
+    return torch.equal(repacked, packed) and _attends(kernels, generator)
 
 
 def _attends(kernels: Any, generator: torch.Generator) -> bool:
@@ -355,3 +358,29 @@ def cpp_unpack(matrix: Matrix, out_IO: torch.Tensor) -> bool:
     bits, threads = BITS[out_IO.dtype], torch.get_num_threads()
     kernels.unpack(*_arguments(matrix), bits, out_IO.data_ptr(), out_IO.stride(0), threads)
     return True
+
+
+def cpp_pack_words(words: torch.Tensor, places: Sequence[int] | None, packed: torch.Tensor) -> bool:
+    """Pack 4-bit codes, eight to a 32-bit word, into the kernels' layout; return False if there is no kernel.
+
+    Args:
+        words: int32 with any strides, `[O, I / 8]` with eight inputs a word, lowest bits first; or `[O / 8, I]`.
+        places: of each of a word's eight outputs; None if a word has eight inputs.
+        packed: `[O, I / 2]` uint8, contiguous, of whole blocks of 64 outputs.
+    """
+    outputs, inputs = packed.shape[0], packed.shape[1] * 2
+    fits = words.shape == ((outputs, inputs // 8) if places is None else (outputs // 8, inputs))
+    takes = fits and words.is_cpu and words.dtype == torch.int32 and outputs % BLOCK == inputs % 8 == 0
+    kernels = library() if takes else None
+    if kernels is not None:
+        _pack_words(kernels, words, places, packed)
+    return kernels is not None
+
+
+def _pack_words(
+    kernels: Any, words: torch.Tensor, places: Sequence[int] | None, packed: torch.Tensor
+) -> None:
+    outputs, half = packed.shape
+    digits = sum(place << 4 * output for output, place in enumerate(places or ()))
+    sizes = *words.stride(), digits, 2 * half, outputs
+    kernels.pack_words(words.data_ptr(), *sizes, packed.data_ptr(), torch.get_num_threads())

@@ -27,10 +27,6 @@ FEW_BITS_FLOAT_MAX_ROWS = 16
 """Most rows for llamoe's 4-bit and 8-bit kernels with float rows."""
 FEW_BITS_AMX_MAX_ROWS = 128
 """Most rows for llamoe's 4-bit and 8-bit kernels with rows quantized to bytes, if torch uses AMX; else all rows."""
-INT4_TORCH_MAX_ROWS = 48
-"""Most rows for torch's 4-bit kernel, with AVX-512."""
-INT8_TORCH_MAX_ROWS = 12
-"""Most rows for torch's 8-bit kernel."""
 
 # Experts (`moe`).
 PEFT_ORDER_MAX_ROWS = 16

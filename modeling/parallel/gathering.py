@@ -7,7 +7,6 @@ and have one process save them.
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
@@ -19,17 +18,16 @@ def size_of(config: Any, name: str) -> int:
 
 
 def is_sharded(tensors: Iterable[Any]) -> bool:
-    """Return True if any of these is a `DTensor`, whose shards several processes hold."""
+    """Return True if a tensor is a `DTensor`, whose shards several processes hold."""
     return any(isinstance(tensor, DTensor) for tensor in tensors)
 
 
 def is_shared(model: PreTrainedModel, state_dict: dict[str, Any] | None) -> bool:
-    """Return True if all processes must save a model together: the given part of it, or for None all of it."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return False
+    """Return True if all processes must take part in saving `state_dict`, or the model's weights if it is None."""
+    tensors = model.parameters() if state_dict is None else state_dict.values()
     sizes = [size_of(model.config, name) for name in ("tp", "fsdp", "dp_replicate", "ep")]
-    # transformers has sharded the model: it waits for all processes even where nothing is left to gather.
-    return max(sizes) > 1 or is_sharded(model.parameters() if state_dict is None else state_dict.values())
+    # Saving a model that transformers has sharded waits for all processes, even if nothing is left to gather.
+    return dist.is_initialized() and (max(sizes) > 1 or is_sharded(tensors))
 
 
 def sharded_adapter(model: PreTrainedModel) -> dict[str, Any] | None:
@@ -46,10 +44,8 @@ def sharded_adapter(model: PreTrainedModel) -> dict[str, Any] | None:
 
 
 def joined(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Gather the shards of each tensor; all processes that have a shard call this, in the same order."""
-    whole = dict(state_dict)
-    for name, value in state_dict.items():
-        if isinstance(value, torch.Tensor):
-            value = value.full_tensor() if isinstance(value, DTensor) else value
-            whole[name] = value.detach().cpu()
-    return whole
+    """Return a copy with the shards of each tensor gathered on the CPU; all processes call this together."""
+    return {
+        name: value.detach().full_tensor().cpu() if isinstance(value, DTensor) else value
+        for name, value in state_dict.items()
+    }

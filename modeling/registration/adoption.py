@@ -42,9 +42,16 @@ def adopt(*model_types: str) -> ExitStack:
     """
     adopted = ExitStack()
     for model_type in _stock_types("adopt", model_types):
-        if model_type not in _undo:
-            _undo[model_type] = _point_auto_classes(model_type)
-            adopted.callback(release, model_type)
+        if model_type in _undo:
+            continue
+        _undo[model_type] = undo = ExitStack()
+        for auto_name, name in AUTO_CLASSES[READERS[model_type].model_type].items():
+            undo.callback(
+                point_at(getattr(transformers, auto_name), CONFIG_MAPPING[model_type], MODELS[name])
+            )
+        PROCESSED.add(model_type)
+        undo.callback(PROCESSED.discard, model_type)
+        adopted.callback(release, model_type)
     return adopted
 
 
@@ -63,16 +70,5 @@ def release(*model_types: str) -> None:
 
 def _stock_types(function: str, names: tuple[str, ...]) -> list[str]:
     if unknown := [name for name in names if name not in list(_NAMES)]:
-        raise ValueError(
-            f"llamoe.{function}: no models for {unknown}; valid: {', '.join(map(repr, _NAMES))}."
-        )
+        raise ValueError(f"llamoe.{function}: no models for {unknown}; valid: {list(_NAMES)}.")
     return list(dict.fromkeys(model_type for name in names or _NAMES for model_type in _NAMES[name]))
-
-
-def _point_auto_classes(model_type: str) -> ExitStack:
-    undo = ExitStack()
-    for auto_name, name in AUTO_CLASSES[READERS[model_type].model_type].items():
-        undo.callback(point_at(getattr(transformers, auto_name), CONFIG_MAPPING[model_type], MODELS[name]))
-    PROCESSED.add(model_type)
-    undo.callback(PROCESSED.discard, model_type)
-    return undo

@@ -7,11 +7,7 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from transformers import AutoConfig, AutoProcessor, Llama4Processor
-from transformers.conversion_mapping import (
-    get_checkpoint_conversion_mapping,
-    register_checkpoint_conversion_mapping,
-)
+from transformers import AutoConfig, AutoProcessor, Llama4Processor, conversion_mapping
 from transformers.core_model_loading import WeightRenaming
 
 from ...configuration import LlamoeConfig, LlamoeMixtralConfig
@@ -54,10 +50,10 @@ def register(classes: Mapping[str, Any]) -> None:
         if model_class._has_experts and model_class.config_class is not LlamoeMixtralConfig:
             rules += copy.deepcopy(SPLIT_LLAMA4)
         if rules:
-            register_checkpoint_conversion_mapping(name, rules)
+            conversion_mapping.register_checkpoint_conversion_mapping(name, rules)
     # Mixtral's files have a tensor for each expert and matrix: transformers' rules stack them, and undo it in saving.
-    ours, stock = LlamoeMixtralConfig.model_type, LlamoeMixtralConfig.stock_model_type
-    register_checkpoint_conversion_mapping(ours, get_checkpoint_conversion_mapping(stock))
+    rules = conversion_mapping.get_checkpoint_conversion_mapping(LlamoeMixtralConfig.stock_model_type)
+    conversion_mapping.register_checkpoint_conversion_mapping(LlamoeMixtralConfig.model_type, rules)
 
 
 def model_class(config: LlamoeBaseConfig) -> type[nn.Module]:

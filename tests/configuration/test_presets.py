@@ -1,10 +1,11 @@
-"""Every published size, and how many parameters it has."""
+"""Test the presets of published models, and their numbers of parameters."""
 
 import pytest
 
 from llamoe.configuration import PRESETS, count_parameters, preset
+from llamoe.modeling.registration import empty_model
 
-# Counted from the shapes of the released files; Llama 4 with tower and projector.
+# Numbers of parameters in the released files; those of Llama 4 include tower and projector.
 TOTALS = {
     "llama-7b": 6_738_415_616,
     "llama-13b": 13_015_864_320,
@@ -25,7 +26,7 @@ TOTALS = {
     "llama-4-scout": 108_641_793_536,
     "llama-4-maverick": 401_583_781_376,
 }
-# In millions, as published: one decimal.
+# Millions of parameters, as published with one decimal.
 TOWERS = {
     "metaclip-b32": 87.8,
     "metaclip-b16": 86.2,
@@ -33,7 +34,7 @@ TOWERS = {
     "metaclip-h14": 632.1,
     "metaclip-g14": 1844.9,
 }
-# One of each family, and both shapes of Llama 4.
+# One model of each family, and both of Llama 4.
 BUILT = [
     "llama-2-70b",
     "llama-3.1-8b",
@@ -50,33 +51,6 @@ def test_published_counts(name):
     assert count.total == TOTALS[name] if name in TOTALS else round(count.total / 1e6, 1) == TOWERS[name]
     is_mixture = name.startswith(("mixtral", "llama-4"))
     assert count.active < count.total if is_mixture else count.active == count.total
-
-
-@pytest.mark.parametrize("name", ["llama-4-scout", "llama-4-maverick"])
-def test_published_active_parameters(name):
-    # "17B active" counts the decoder; "109B" and "400B" count everything.
-    config = preset(name)
-    assert round(count_parameters(config.text_config).active / 1e9) == 17
-    published = {"llama-4-scout": 109, "llama-4-maverick": 402}
-    assert round(count_parameters(config).total / 1e9) == published[name]
-    assert count_parameters(config.vision_config).total == 850_960_896
-    config.check_multimodal()
-
-
-def build_on_meta(config):
-    import torch
-
-    import llamoe
-
-    model_class = {
-        "llamoe_dense": "LlamoeDenseForCausalLM",
-        "llamoe_mixtral": "LlamoeMixtralForCausalLM",
-        "llamoe_text": "LlamoeForCausalLM",
-        "llamoe": "LlamoeForConditionalGeneration",
-        "llamoe_vision": "LlamoeVisionModel",
-    }[config.model_type]
-    with torch.device("meta"):
-        return getattr(llamoe, model_class)(config)
 
 
 @pytest.mark.parametrize(
@@ -98,8 +72,8 @@ def build_on_meta(config):
 )
 def test_counts_equal_the_model_on_the_meta_device(name, overrides):
     config = preset(name, **overrides)
-    model = build_on_meta(config)
-    assert sum(parameter.numel() for parameter in model.parameters()) == count_parameters(config).total
+    parameters = empty_model(config).parameters()
+    assert sum(parameter.numel() for parameter in parameters) == count_parameters(config).total
 
 
 def test_published_fields():
@@ -119,7 +93,7 @@ def test_published_fields():
     assert tower.projection_dim == 1024
 
 
-def test_presets_are_fresh_each_time():
+def test_changing_a_result_changes_no_preset():
     preset("llama-4-scout").text_config.eos_token_id.append(1)
     assert preset("llama-4-scout").text_config.eos_token_id == [200001, 200007, 200008]
     with pytest.raises(TypeError):

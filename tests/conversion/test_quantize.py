@@ -6,9 +6,9 @@ from functools import cache
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from support.lazy_tensors import InMemory
-from support.models import draw, multimodal_config
+from support.models import assert_same_weights, draw, multimodal_config, tensors_in
 from support.paths import EXAMPLES
 
 import llamoe
@@ -90,19 +90,8 @@ def packed(saved, tmp_path_factory):
     return pack
 
 
-def tensors_in(folder):
-    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
-
-
 def config_in(folder):
     return json.loads((folder / "config.json").read_text())
-
-
-def assert_same_bits(found, expected):
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert found[name].dtype == tensor.dtype, name
-        assert torch.equal(found[name], tensor), name
 
 
 @torch.no_grad()
@@ -138,7 +127,7 @@ def test_the_folder_has_the_bits_that_a_quantized_model_saves(name, options, sav
     report = quantize(source, tmp_path / "packed", shard_size="60KB", **options)
 
     found = tensors_in(tmp_path / "packed")
-    assert_same_bits(found, tensors_in(tmp_path / "saved"))
+    assert_same_weights(found, tensors_in(tmp_path / "saved"))
     for field in ("quantization_config", "architectures", "dtype", "model_type", "auto_map"):
         assert config_in(tmp_path / "packed")[field] == config_in(tmp_path / "saved")[field]
     assert report.bytes == sum(tensor.nbytes for tensor in found.values())
@@ -163,7 +152,7 @@ def test_converting_gives_what_the_bits_mean(name, to, saved, packed, tmp_path):
     (source, model_class), folder = saved(name), packed(name, to)
     model_class.from_pretrained(folder).save_pretrained(tmp_path / "stock", layout="stock")
     report = convert(folder, tmp_path / "plain")
-    assert_same_bits(tensors_in(tmp_path / "plain"), tensors_in(tmp_path / "stock"))
+    assert_same_weights(tensors_in(tmp_path / "plain"), tensors_in(tmp_path / "stock"))
     assert "quantization_config" not in config_in(tmp_path / "plain")
     assert any(f"stored as {to}" in note for note in report.notes)
 
@@ -218,7 +207,7 @@ def test_weights_that_are_no_numbers_are_refused(to, value, saved, tmp_path):
         (dict(to="int8", group_size=32), "group_size=32"),
         (dict(to="int4", experts=False, linears=False), "experts=False"),
         (dict(to="int8", linears=False), "no weights of a decoder"),
-        (dict(to="int4", keep=["o_pro"]), "keep = 'o_pro': the model has no module"),
+        (dict(to="int4", keep=["o_pro"]), "keep = 'o_pro': no module of the model"),
         (dict(to="int4", keep=["("]), r"keep = '\('"),
         (dict(to="int4", group_size=256), r"q_proj\.weight .*modules_to_not_convert"),
     ],

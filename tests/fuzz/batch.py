@@ -1,4 +1,4 @@
-"""Batches as users make them: padded, packed, fed in pieces. Each token's output must equal the reference's."""
+"""Draw batches as users make them (padded, packed, in pieces), and compare each token's output with the reference."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -18,15 +18,16 @@ MASK_DTYPES = [torch.int64, torch.int64, torch.bool, torch.int32, torch.float32]
 
 @dataclass
 class Batch:
-    """Rows of tokens with what is known of each. B rows, T tokens, H hidden size; tensors are `[B, T]`.
+    """Rows of tokens, with the facts that the reference needs. B rows, T tokens; tensors are `[B, T]`.
 
     Attributes:
-        ids: input of the model.
-        real: which tokens are not padding.
+        ids: token ids.
+        real: True for tokens that are not padding.
         positions: positions of the real tokens.
         segments: number of the sequence that a token of a packed row belongs to.
         attention_mask, position_ids: inputs of the model; None leaves them out.
-        visible: `[B, T, T]`, what each token attends to, where a 4-D mask states it.
+        visible: `[B, T, T]`, True where a token (row) attends to another (column); None without a 4-D mask.
+        kind: entry of `KINDS`, with the way in which positions were drawn.
     """
 
     ids: torch.Tensor
@@ -43,23 +44,23 @@ class Batch:
         return self.ids.shape[0], self.ids.shape[1]
 
     def pick(self, of: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
-        """The same function of all tensors."""
+        """Return the batch with `of` applied to its tensors."""
         names = ("ids", "real", "positions", "segments", "attention_mask", "position_ids")
         given = {name: getattr(self, name) for name in names}
         return replace(self, **{name: of(value) for name, value in given.items() if value is not None})
 
     def columns(self, begin: int, end: int) -> "Batch":
-        """Some columns; the attention mask keeps all columns up to `end`, as models expect."""
+        """Return some columns; the attention mask keeps all columns up to `end`, as models with a cache expect."""
         mask = None if self.attention_mask is None else self.attention_mask[:, :end]
         return replace(self.pick(lambda x: x[:, begin:end]), attention_mask=mask)
 
     def inputs(self) -> dict[str, Any]:
-        """The model's keyword arguments."""
+        """Return the model's keyword arguments."""
         given = {"attention_mask": self.attention_mask, "position_ids": self.position_ids}
         return {"input_ids": self.ids} | {name: value for name, value in given.items() if value is not None}
 
     def sequences(self) -> list[tuple[int, torch.Tensor]]:
-        """Row and columns of each sequence."""
+        """Return the row and the columns of each sequence."""
         result = []
         for row in range(self.shape[0]):
             columns = self.real[row].nonzero()[:, 0]
@@ -68,7 +69,7 @@ class Batch:
         return result
 
     def reach(self) -> int:
-        """Length of the pass for rotary embeddings that depend on it: padding does not count."""
+        """Return the length of a forward on which some rotary embeddings depend; padding does not count."""
         return int(self.positions[self.real].max()) + 1 if self.real.any() else 1
 
 
@@ -132,7 +133,7 @@ def _pad(rng: random.Random, batch: Batch, kind: str, pad_token_id: int | None) 
     batch.positions = (index - left[:, None]).clamp(min=0)
     way = rng.choice(["derived", "derived", "generate", "below zero", "counted", "index", "garbage"])
     match way:
-        # As `generate` computes them, or arbitrary ones for padding, which nothing depends on.
+        # Count the real tokens as `generate` does; positions of padding, on which nothing depends, are arbitrary.
         case "generate" | "garbage":
             padding = rng.choice([0, 1] if way == "generate" else [-7, 77, 3])
             positions = (batch.real.long().cumsum(-1) - 1).masked_fill(~batch.real, padding)
@@ -155,7 +156,7 @@ def _pack(rng: random.Random, batch: Batch) -> None:
         while begin < length:
             end = min(length, begin + rng.randint(1, 20))
             first = 0 if chance(rng, 0.8) else rng.randint(1, 9)
-            # A sequence that starts where the last one ended would be one with it.
+            # A sequence whose positions continue those of the last one would be a part of it.
             if begin and first == int(batch.positions[row, begin - 1]) + 1:
                 first = 0
             batch.positions[row, begin:end] = torch.arange(first, first + end - begin)
@@ -166,23 +167,24 @@ def _pack(rng: random.Random, batch: Batch) -> None:
 
 @dataclass
 class Fed:
-    """The part of the rows that a model has read, with its outputs. V vocabulary size, k experts a token."""
+    """The columns that a model has computed so far, with its outputs. V vocabulary size, k experts a token.
+
+    Attributes:
+        batch: the columns.
+        logits: `[B, T, V]`.
+        choices: the chosen experts of each mixture layer, `[B, T, k]`.
+        reach: `[B, T]`, `Batch.reach` of the forward that computed each token.
+    """
 
     batch: Batch
-    # [B, T, V]
     logits: torch.Tensor
-    # [B, T, k] for each mixture layer
     choices: list[torch.Tensor]
-    # [B, T]
     reach: torch.Tensor
 
     def references(
         self, decoder: Decoder
     ) -> Iterator[tuple[int, torch.Tensor, list[torch.Tensor], Callable[..., Result]]]:
-        """Yield row, columns and chosen experts of each sequence, and what runs the reference on it.
-
-        That takes experts, as chosen, and a blur.
-        """
+        """Yield row, columns, chosen experts and reference of each sequence; the reference takes experts and a blur."""
         batch = self.batch
         for row, columns in batch.sequences():
             visible = None if batch.visible is None else batch.visible[row][columns][:, columns]
@@ -194,10 +196,10 @@ class Fed:
 def check(
     fed: Fed, judge: Judge, what: str, error: type[Exception] = Wrong
 ) -> list[tuple[int, torch.Tensor, Result]]:
-    """Compare every real token with the reference; outputs for padding must be finite.
+    """Compare the logits of every real token with the reference; logits of padding must be finite.
 
     Returns:
-        row, columns and reference of every sequence.
+        row, columns and the reference's result of every sequence.
     """
     batch = fed.batch
     if not fed.logits.isfinite().all():

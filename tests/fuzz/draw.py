@@ -1,4 +1,4 @@
-"""Random configurations of every kind, drawn from a seed."""
+"""Draw random configurations of every family, in stock's fields."""
 
 import random
 from typing import Any
@@ -7,11 +7,12 @@ from .reference import DENSE
 
 
 def chance(rng: random.Random, share: float) -> bool:
+    """Return True with this probability."""
     return rng.random() < share
 
 
 def draw_heads(rng: random.Random, step: int = 2) -> dict[str, int]:
-    """Head counts with groups of any size, and a head size that is a multiple of `step`."""
+    """Draw numbers of heads, and a head size that is a multiple of `step`."""
     kv_heads = rng.choice([1, 1, 2, 3])
     return dict(
         num_key_value_heads=kv_heads,
@@ -21,7 +22,7 @@ def draw_heads(rng: random.Random, step: int = 2) -> dict[str, int]:
 
 
 def draw_rope(rng: random.Random, head_dim: int, by_length: bool) -> dict[str, Any]:
-    """Fields of a rotary embedding; `by_length` adds the types that depend on the length of a pass."""
+    """Draw the fields of a rotary embedding; `by_length` adds the types that depend on the length of a forward."""
     pairs = head_dim // 2
     theta = rng.choice([10000.0, 500000.0, 100.0, 7.5, 1000000.0])
     kinds = ["linear", "yarn", "llama3", "proportional"] + ["dynamic", "longrope"] * by_length
@@ -37,7 +38,7 @@ def draw_rope(rng: random.Random, head_dim: int, by_length: bool) -> dict[str, A
             rope |= dict(factor=factor)
             longest = rng.choice([16, 32, 128])
             if head_dim == 2:
-                # Its exponent divides by the head size minus two.
+                # The type divides by the head size minus two.
                 rope["rope_type"] = "default"
         case "yarn":
             rope |= dict(factor=factor, original_max_position_embeddings=original)
@@ -82,15 +83,15 @@ def _common(rng: random.Random, heads: dict[str, int], by_length: bool) -> dict[
 
 
 def draw_dense(rng: random.Random, by_length: bool, for_stock: bool, model_type: str) -> dict[str, Any]:
-    """Fields of a dense decoder's stock configuration; `for_stock` keeps to values that stock accepts.
+    """Draw the fields of a dense decoder's stock configuration; `for_stock` draws only values that stock accepts.
 
-    `model_type` is "llama", "mistral" (a window in all layers) or "ministral" (in some).
+    `model_type` is "llama", "mistral" (a window in all layers) or "ministral" (a window in some layers).
     """
     heads = draw_heads(rng)
     fields = {"model_type": model_type, **_common(rng, heads, by_length)}
     fields["intermediate_size"] = rng.choice([1, 7, 16, 30, 92])
     fields["mlp_bias"] = chance(rng, 0.3)
-    # Stock's llama requires a multiple even where the head size is given.
+    # Stock's llama requires the hidden size to be a multiple of the number of heads.
     if (for_stock and model_type == "llama") or chance(rng, 0.7):
         fields["hidden_size"] = heads["num_attention_heads"] * rng.choice([2, 4, 7, 8])
     if model_type != "llama":
@@ -120,7 +121,7 @@ def draw_experts(rng: random.Random) -> dict[str, Any]:
 
 
 def draw_rule(rng: random.Random) -> dict[str, Any]:
-    """Fields of a rule of routing, which stock does not have."""
+    """Draw the fields of a routing rule, which stock does not have."""
     function = rng.choice(["softmax", "softmax", "sigmoid"])
     return {
         "router_score_function": function,
@@ -132,7 +133,7 @@ def draw_rule(rng: random.Random) -> dict[str, Any]:
 
 
 def draw_mixtral(rng: random.Random, by_length: bool, for_stock: bool) -> dict[str, Any]:
-    """Fields of transformers' `MixtralConfig` as a dictionary; `for_stock` keeps to values that stock accepts."""
+    """Draw the fields of a `MixtralConfig`; `for_stock` draws only values that stock accepts."""
     fields = {"model_type": "mixtral", **_common(rng, draw_heads(rng), by_length)}
     del fields["attention_bias"]
     fields |= draw_experts(rng)
@@ -146,7 +147,7 @@ def draw_mixtral(rng: random.Random, by_length: bool, for_stock: bool) -> dict[s
 
 
 def draw_text(rng: random.Random, by_length: bool, for_stock: bool) -> dict[str, Any]:
-    """Fields of transformers' `Llama4TextConfig` as a dictionary; `for_stock` keeps to values that stock accepts."""
+    """Draw the fields of a `Llama4TextConfig`; `for_stock` draws only values that stock accepts."""
     never_rotates = chance(rng, 0.05)
     heads = draw_heads(rng, 1 if never_rotates and not for_stock else 2)
     fields = {"model_type": "llama4_text", **_common(rng, heads, by_length and not never_rotates)}
@@ -185,7 +186,7 @@ def draw_text(rng: random.Random, by_length: bool, for_stock: bool) -> dict[str,
 
 
 def draw_fields(rng: random.Random, family: str, by_length: bool, for_stock: bool) -> dict[str, Any]:
-    """Fields of a family's stock configuration."""
+    """Draw the fields of a family's stock configuration."""
     if family in DENSE:
         fields = draw_dense(rng, by_length, for_stock, family)
     else:

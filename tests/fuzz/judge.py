@@ -1,7 +1,7 @@
-"""Compares outputs with float64, allowing what rounding in the model's dtype may change, and setting near-ties apart.
+"""Compare a model's outputs with float64, allowing for rounding in the model's dtype.
 
-In a short dtype, a router may send a token to another expert than in float64 where two logits are almost equal. So the
-model's choices are recorded. The reference follows them, and rounding must explain each choice.
+If two router logits are almost equal, rounding may change a token's experts. So the reference takes the experts that
+the model chose, and each choice is judged by itself: rounding must explain a choice that float64 would not make.
 """
 
 from collections.abc import Callable
@@ -16,18 +16,18 @@ class Wrong(AssertionError):
 
 
 class JudgeIsWrong(AssertionError):
-    """Stock and the reference disagree where both should be right: a fault of the fuzzer itself."""
+    """Stock and the reference differ although both should be right: a fault of the fuzzer itself."""
 
 
 class TooClose(Exception):
-    """Two experts' logits are too close to decide, and the model's choice is unknown."""
+    """Two experts' logits are too close for float64 to predict the model's choice, which was not recorded."""
 
 
-# Absolute error that always passes, for logits with a standard deviation of about one: a few roundings of the largest.
-# A larger error may be at most MARGIN times the change that random roundings cause in the reference.
+# Errors up to these pass, as parts of the largest logit: a few roundings. A larger error passes if it is at most MARGIN
+# times the largest change that random roundings cause in RUNS runs of the reference.
 PASSES = {torch.float64: 2e-6, torch.float32: 1e-5, torch.bfloat16: 4e-2, torch.float16: 5e-3}
-# Relative size of the random roundings, half of it up and half down. float32's entry covers rotary angles, cosines and
-# sines, which are float32 in every model, and sums in any order.
+# Width of the interval around 0 from which relative roundings are drawn. float64's entry covers rotary angles, cosines
+# and sines, which are float32 in every model; float32's also covers other orders of sums.
 ROUNDING = {
     torch.float64: 2.0**-24,
     torch.float32: 2.0**-22,
@@ -39,17 +39,19 @@ RUNS = 3
 
 
 def largest(x: torch.Tensor) -> float:
+    """Return the largest absolute value; 0 if there is none."""
     return x.abs().max().item() if x.numel() else 0.0
 
 
 class Judge:
-    """Compares the outputs of a model in some dtype with the reference."""
+    """Compares the outputs of a model in `dtype` with the reference."""
 
     def __init__(self, decoder: Decoder, dtype: torch.dtype, seed: int):
         self.decoder, self.dtype = decoder, dtype
         self.generator = torch.Generator().manual_seed(seed)
 
     def blur(self) -> Blur:
+        """Return random roundings of the model's dtype."""
         return Blur(ROUNDING[self.dtype], self.generator)
 
     def check(
@@ -64,10 +66,10 @@ class Judge:
 
         Args:
             given: the model's logits.
-            run: the reference; takes `choices` and `blur`.
+            run: computes the reference, from choices and optionally a blur.
             choices: experts that the model chose, for each mixture layer.
-            what: name for the message.
-            error: error to raise.
+            what: subject of the error's message.
+            error: class of the error to raise.
 
         Returns:
             the reference's result.
@@ -90,9 +92,9 @@ class Judge:
 
         Args:
             given, expected: the tensors.
-            blurred: computes the expected tensor with the random roundings that it is given.
+            blurred: computes the expected tensor with a blur.
             what, error: as in `check`.
-            size: what `PASSES` is a part of; by default the largest expected number, and at least 1.
+            size: the number of which `PASSES` is a part; by default the largest expected one, and at least 1.
         """
         if given.shape != expected.shape:
             raise error(f"{what}: shape {list(given.shape)} instead of {list(expected.shape)}")

@@ -1,10 +1,10 @@
-"""The decoder in float64, one sequence at a time: no batch, no padding, no cache, no mask shortcuts.
+"""A decoder in float64 that computes one sequence at a time, without batch, padding, cache or special masks.
 
-Each sequence of a padded, packed or cached pass must give the same results as it gives here, alone, at its positions.
-Nothing of the package is used. Frequencies of scaled rotary embeddings are transformers'.
+A sequence in a padded, packed or cached batch must give the results that it gives here alone. Nothing of llamoe is
+used. Frequencies of scaled rotary embeddings are transformers'. Weights have the names of a causal language model's
+checkpoint.
 
-Weights have their names in a causal language model's checkpoint. n tokens, H hidden size, h heads, d head size, k
-experts a token.
+n tokens, H hidden size, h heads, d head size, k experts a token.
 """
 
 import math
@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 DENSE = ("llama", "mistral", "ministral")
-# The rules of routing of stock's mixtures, in llamoe's fields.
+# The routing rules of stock's mixtures, in llamoe's fields.
 RULES: dict[str, dict[str, Any]] = {
     "llama4_text": dict(
         router_score_function="sigmoid",
@@ -44,9 +44,12 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @dataclass
 class Result:
-    """Results of a sequence: logits `[n, vocabulary]`, the layers' inputs and the last norm's output `[n, H]`.
+    """The outputs for one sequence.
 
-    `router_logits` holds `[n, experts]` for each mixture layer, in order.
+    Attributes:
+        logits: `[n, vocabulary]`.
+        hidden_states: the input of each layer and the output of the last norm, `[n, H]`.
+        router_logits: `[n, experts]` of each mixture layer.
     """
 
     logits: torch.Tensor
@@ -56,7 +59,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Blur:
-    """Random rounding errors of a dtype's size, wherever a model rounds: they show what rounding alone may change."""
+    """Adds random relative errors of a dtype's size, where a model rounds, to show what rounding alone may change."""
 
     epsilon: float
     generator: torch.Generator
@@ -67,7 +70,7 @@ class Blur:
 
 
 def layer_kinds(config: Mapping[str, Any], idx: int) -> tuple[bool, str | None, bool]:
-    """Whether layer `idx` of stock's fields rotates, has a "chunk" or a "window" or neither, is a mixture."""
+    """Return if layer `idx` rotates q and k, its local attention ("chunk", "window" or None), if it is a mixture."""
     if config["model_type"] != "llama4_text":
         types = config.get("layer_types")
         windowed = config.get("sliding_window") is not None
@@ -89,41 +92,25 @@ def layer_kinds(config: Mapping[str, Any], idx: int) -> tuple[bool, str | None, 
     return rotates, "chunk" if chunked and config["attention_chunk_size"] else None, is_moe
 
 
-def frequencies(
-    config: Mapping[str, Any], reach: int | None, stock_config: Any
-) -> tuple[torch.Tensor, float]:
-    """Angles `[d / 2]` of one position, and the factor of cosine and sine.
-
-    Args:
-        config: stock's fields.
-        reach: length of the pass; some types of scaling depend on it.
-        stock_config: a configuration of transformers with the same fields.
-    """
-    rope, dim = config["rope_parameters"], config["head_dim"]
-    if rope["rope_type"] == "default":
-        return rope["rope_theta"] ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim), 1.0
-    angles, factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](stock_config, "cpu", seq_len=reach)
-    # transformers sets this factor when the model is built, whatever the length.
-    if rope["rope_type"] == "longrope":
-        factor = ROPE_INIT_FUNCTIONS["longrope"](stock_config, "cpu")[1]
-    return angles.double(), factor
-
-
 def rotate(x: torch.Tensor, angles: torch.Tensor, factor: float, interleaved: bool) -> torch.Tensor:
     """Rotate the pairs of channels of `x` `[n, h, d]` by `angles` `[n, d / 2]`."""
     cos, sin = angles.cos()[:, None] * factor, angles.sin()[:, None] * factor
     half = x.shape[-1] // 2
     first, second = (x[..., 0::2], x[..., 1::2]) if interleaved else (x[..., :half], x[..., half:])
-    turned = first * cos - second * sin, first * sin + second * cos
-    return torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)
+    rotated = first * cos - second * sin, first * sin + second * cos
+    return torch.stack(rotated, -1).flatten(-2) if interleaved else torch.cat(rotated, -1)
 
 
 def normed(x: torch.Tensor, eps: float) -> torch.Tensor:
+    """Divide `x` by the root of its mean square over the last axis."""
     return x / torch.sqrt(x.square().mean(-1, keepdim=True) + eps)
 
 
 class Decoder:
-    """A decoder with given weights (float64) and stock's fields."""
+    """A decoder with weights in float64, by name, and a configuration in stock's fields.
+
+    `stock_config` is a configuration of transformers with the same fields, for scaled rotary embeddings.
+    """
 
     def __init__(self, weights: Mapping[str, torch.Tensor], config: Mapping[str, Any], stock_config: Any):
         self.weights, self.config, self.stock_config = weights, config, stock_config
@@ -146,11 +133,23 @@ class Decoder:
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         table = self.weights["model.embed_tokens.weight"]
         rows = table[ids]
-        # torch gives the padding token's row no gradient.
+        # torch's embedding gives the row of the padding token no gradient.
         if self.config.get("pad_token_id") is not None:
             is_padding = (ids == self.config["pad_token_id"])[:, None]
             rows = torch.where(is_padding, rows.detach(), rows)
         return rows
+
+    def frequencies(self, reach: int | None) -> tuple[torch.Tensor, float]:
+        """Return the frequencies of the rotary embedding, `[d / 2]`, and the factor of cosine and sine."""
+        rope, dim = self.config["rope_parameters"], self.config["head_dim"]
+        if rope["rope_type"] == "default":
+            return rope["rope_theta"] ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim), 1.0
+        compute = ROPE_INIT_FUNCTIONS[rope["rope_type"]]
+        angles, factor = compute(self.stock_config, "cpu", seq_len=reach)
+        # transformers computes this factor when the model is built, without a length.
+        if rope["rope_type"] == "longrope":
+            factor = compute(self.stock_config, "cpu")[1]
+        return angles.double(), factor
 
     def __call__(
         self,
@@ -167,11 +166,11 @@ class Decoder:
         Args:
             x: embeddings `[n, H]`.
             positions: `[n]`.
-            reach: as in `frequencies`.
-            visible: `[n, n]` bool, instead of causal, chunked and windowed attention.
-            choices: for each mixture layer the experts `[n, k]` of the tokens; None for the best.
-            blur: applied wherever a model rounds; None: nothing is rounded.
-            places: `[n]`, where the tokens are in their row, which windows count; None: side by side.
+            reach: length of the forward, on which some types of rotary scaling depend.
+            visible: `[n, n]` bool, in place of causal, chunked and windowed attention.
+            choices: the tokens' experts `[n, k]` of each mixture layer; None: those with the largest logits.
+            blur: called on every result that a model rounds; None: nothing is rounded.
+            places: `[n]`, the tokens' columns in their row, by which windows count; None: 0, 1, 2, …
         """
         config, result = self.config, Result(x)
         blur = blur or (lambda x, epsilon=None: x)
@@ -210,8 +209,8 @@ class Decoder:
             blur(self.linear(f"{name}.{part}_proj", x)).unflatten(-1, (-1, dim)) for part in ("q", "k", "v")
         )
         if rotates:
-            angles, factor = frequencies(config, reach, self.stock_config)
-            # Angles are rounded to float32, whatever the model's dtype.
+            angles, factor = self.frequencies(reach)
+            # Models of all dtypes compute angles in float32.
             angles = blur(positions[:, None] * angles, 2.0**-22)
             q, k = (blur(rotate(y, angles, factor, self.interleaved)) for y in (q, k))
             if config.get("use_qk_norm"):

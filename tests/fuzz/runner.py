@@ -14,18 +14,19 @@ import transformers
 
 from .judge import JudgeIsWrong, TooClose, Wrong
 
-# Weight of each kind of case in the draw, by the name of its file.
+# Kinds of cases, by the names of their files, with the weights by which they are drawn.
 KINDS = {"forward": 22, "cached": 18, "training": 14, "generation": 8}
-# Errors that state what is not supported and why. Any other error that stock does not raise is a fault.
+# Errors for inputs that are not supported. All other errors are faults.
 REFUSALS = [
     r"the KV cache has forgotten tokens that may still be needed",
     r"position_ids of a row with padding behind cached tokens",
-    r"transformers' llama demands a multiple of num_attention_heads",
+    r"transformers' llama needs a multiple of num_attention_heads",
 ]
 FAULTS = ("failed", "judge")
 
 
 def kind_of(seed: int) -> str:
+    """Return the kind of a seed's case."""
     return random.Random(f"kind {seed}").choices(list(KINDS), list(KINDS.values()))[0]
 
 
@@ -33,7 +34,7 @@ def run_case(seed: int) -> tuple[str, str]:
     """Run the case of a seed.
 
     Returns:
-        "passed", "refused", "too close", "failed" or "judge" (the fuzzer's own fault), and of a fault a text.
+        "passed", "refused", "too close", "failed" or "judge" (a fault of the fuzzer), and the text of a fault.
     """
     torch.manual_seed(seed)
     notes, kind = {}, kind_of(seed)
@@ -58,16 +59,20 @@ def run_seeds(
     kinds: set[str] | None = None,
     say: Callable[[str], None] = print,
 ) -> Counter:
-    """Count the verdicts of the cases of seeds, of some `kinds` alone, in `workers` processes or in this one.
+    """Run the cases of seeds, and count their verdicts.
 
-    `say` is called with a line for each fault, and with a last line that counts.
+    Args:
+        seeds: one seed a case.
+        workers: number of processes; 0 runs the cases in this one.
+        kinds: skip cases of other kinds; None runs all.
+        say: called with the text of each fault, and at the end with a line of counts.
     """
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     begun, counts = time.monotonic(), Counter()
     chosen = [seed for seed in seeds if kinds is None or kind_of(seed) in kinds]
-    # Forked from a process that has imported everything and computed nothing yet.
+    # Fork before this process computes anything, as torch's threads would be lost in the forked ones.
     pool = multiprocessing.get_context("fork").Pool(workers) if workers else None
     for verdict, text in pool.imap_unordered(run_case, chosen) if pool else map(run_case, chosen):
         counts[verdict] += 1

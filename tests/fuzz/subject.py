@@ -1,4 +1,4 @@
-"""A random model with its judges: the reference on the same weights, and stock's class where it has the model."""
+"""Draw a random model, with the reference on the same weights, and stock's model if stock accepts the configuration."""
 
 import random
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ EXPERTS = [None, None, None, "llamoe", "eager", "batched_mm"]
 
 
 def rope_config(fields: dict[str, Any]) -> Llama4TextConfig | None:
-    """Stock's configuration with a decoder's rotary embedding; None where no layer rotates."""
+    """Return a stock configuration with a decoder's rotary embedding; None for odd head sizes, which have none."""
     if fields["head_dim"] % 2:
         return None
     names = ("head_dim", "rope_parameters", "max_position_embeddings", "num_attention_heads", "hidden_size")
@@ -41,8 +41,11 @@ class Subject:
     """One of our causal language models, and its judge.
 
     Attributes:
-        fields: stock's fields.
-        stock_can: whether stock's class accepts them.
+        fields: the configuration in stock's fields.
+        model: our model.
+        judge: compares with the reference.
+        stock_can: True if stock's class accepts the configuration.
+        notes: what was drawn, for the message of a fault.
     """
 
     fields: dict[str, Any]
@@ -65,11 +68,11 @@ class Subject:
 
     @property
     def forgets(self) -> bool:
-        """Whether layers have chunks or windows, so that their caches forget tokens."""
+        """True if layers have chunks or windows, whose caches drop old tokens."""
         return any(local for _, local, _ in self.layers)
 
     def stock(self) -> Any:
-        """Stock's model with the same weights and dtype."""
+        """Build stock's model with the same weights and dtype."""
         _, stock_class = CLASSES[self.fields["model_type"]]
         fields = {name: value for name, value in self.fields.items() if name != "model_type"}
         config = stock_class.config_class(**fields)
@@ -93,9 +96,11 @@ def draw_subject(
     """Draw a model.
 
     Args:
-        by_length: also draw rotary embeddings that depend on the length of the pass.
-        dtypes, experts: names of dtypes and implementations to choose from.
-        **overrides: fields.
+        rng: source of all choices.
+        seed: of the weights.
+        by_length: also draw rotary embeddings that depend on the length of a forward.
+        dtypes, experts: dtypes, and implementations of experts, to choose from.
+        **overrides: fields of the configuration that are not drawn.
     """
     family, for_stock = rng.choice(FAMILIES), chance(rng, 0.6)
     fields = draw_fields(rng, family, by_length, for_stock) | overrides

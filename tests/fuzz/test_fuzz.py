@@ -1,4 +1,4 @@
-"""Some cases of the fuzzer, the same in every run; `make fuzz N=6000` runs more of them."""
+"""Run 60 cases of the fuzzer, the same each time; `make fuzz N=6000` runs more of them."""
 
 import pytest
 from fuzz.runner import FAULTS, run_seeds

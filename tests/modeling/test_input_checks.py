@@ -33,7 +33,7 @@ DAMAGE = {
     "empty": (lambda path: path.write_bytes(b""), "damaged or cut short"),
     "integers": (
         lambda path: path.write_bytes(path.read_bytes().replace(b'"F32"', b'"I32"', 1)),
-        "has dtype I32, where the model has torch.float32",
+        "has dtype I32, where the model needs BF16, F16, F32, F64",
     ),
     "gone": (lambda path: path.unlink(), "No such file"),
     "a folder": (put_a_folder, "not a file|Is a directory"),
@@ -76,7 +76,7 @@ def test_metas_folder_says_how_to_convert_it(name, subfolder, tmp_path):
             "stock",
             "rope_interleave = False",
         ),
-        ("LlamoeModel", stock_multimodal_config, {}, "stock", "LlamoeModel has no counterpart"),
+        ("LlamoeModel", stock_multimodal_config, {}, "stock", "has no class like LlamoeModel"),
         ("LlamoeDenseForCausalLM", stock_dense_config, {}, "gguf", "layout='gguf'.*'llamoe' and 'stock'"),
     ],
 )

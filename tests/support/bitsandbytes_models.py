@@ -1,4 +1,4 @@
-"""Small mixtures that bitsandbytes quantizes, and what its own layers make of their matrices."""
+"""Small mixtures that bitsandbytes quantizes, and bitsandbytes' own layers for their matrices, as the reference."""
 
 import json
 from functools import cache
@@ -16,7 +16,7 @@ from .published import named_matrices
 
 bnb = pytest.importorskip("bitsandbytes", reason="needs bitsandbytes")
 
-# An expert's matrices are 52 x 72: 58 blocks of 64 and a half, so that gate and up cannot share one.
+# An expert's matrices are 52 x 72: 58 and a half blocks of 64 numbers, so that no block may span gate and up.
 FAMILIES = {
     "llama4": (llamoe.LlamoeForCausalLM, lambda: text_config(num_hidden_layers=2, moe_layers=[1])),
     "mixtral": (llamoe.LlamoeMixtralForCausalLM, lambda: mixtral_config(num_hidden_layers=1)),
@@ -39,12 +39,13 @@ IDS = torch.arange(3, 49).view(2, 23)
 
 @cache
 def folder_of(family):
-    """A family's folder in bfloat16; not to be changed."""
+    """Save a family's model in bfloat16 once, and return its folder, which tests must not change."""
     model_class, make_config = FAMILIES[family]
     return save(draw(model_class, make_config()).bfloat16(), layout="stock")
 
 
 def load(folder, family, method=None, **options):
+    """Load a folder, quantized by an entry of `METHODS` if `method` is given."""
     config = options.pop("config", None) or llamoe.from_stock(
         FAMILIES[family][0].config_class.from_pretrained(folder)
     )
@@ -54,12 +55,13 @@ def load(folder, family, method=None, **options):
 
 
 def logits(model):
+    """Return the logits of `IDS` in float32, `[2, 23, vocabulary]`."""
     with torch.no_grad():
         return model(IDS).logits.float()
 
 
 def bitsandbytes_layer(weight, method):
-    """bitsandbytes' own layer with this weight."""
+    """Return bitsandbytes' own linear layer with this weight, `[out, in]`, quantized."""
     options = METHODS[method]
     size_out, size_in = weight.shape
     if "load_in_8bit" in options:
@@ -81,20 +83,24 @@ def bitsandbytes_layer(weight, method):
 
 
 def matrices(state, family):
-    """The linear layers of single experts, under the names that folders give them."""
+    """Return each matrix of each expert in a state dict, `[out, in]`, by its name in stock's folders."""
     stacks = {name: tensor for name, tensor in state.items() if ".experts." in name}
     pairs = [pair for item in stacks.items() for pair in named_matrices(family, *item)]
     return {layer: matrix.contiguous() for layer, matrix in pairs}
 
 
 def same(given, expected):
-    # Codes in another dtype's storage may read as NaN.
+    """Return True if two tensors have equal dtypes, shapes and bytes."""
+    # Compare bytes: codes that are stored as another dtype may read as NaN, which equals nothing.
     bits = [tensor.reshape(-1).view(torch.uint8) for tensor in (given, expected)]
     return given.dtype == expected.dtype and given.shape == expected.shape and torch.equal(*bits)
 
 
 def published(folder, source, family, method):
-    """A folder that bitsandbytes' layers were saved into, as transformers 4 does: one for each expert, and routers."""
+    """Write a folder as transformers 4 does: bitsandbytes' layers for linear layers, routers and each expert.
+
+    Return the tensors of its file by name.
+    """
     saved = {}
     for name, tensor in load(source, family).state_dict().items():
         is_plain = tensor.ndim < 2 or name.endswith(("embed_tokens.weight", "lm_head.weight"))

@@ -1,4 +1,4 @@
-"""The page of `llamoe chat` in a process of its own, and Debian's Chromium, without a window, that looks at it."""
+"""Run the page of `llamoe chat` in its own process, and use it through Debian's Chromium without a display."""
 
 import os
 import re
@@ -16,17 +16,17 @@ import pytest
 from .served import free_port
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-# The sandbox wants a user other than root. The others keep Chromium from asking its maker's servers.
+# Chromium's sandbox does not start for root. The options after it keep Chromium from calling its maker's servers.
 ARGUMENTS = (
     "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking",
     "--disable-component-update", "--disable-sync",
 )  # fmt: skip
-# For a page's elements, on a machine that does other things besides.
+# Milliseconds to wait for an element of the page; long, as other tests may keep the machine busy.
 PATIENCE = 60_000
 
 
 def require_browser():
-    """Skip the tests of a module where they cannot run."""
+    """Skip the tests of a module if gradio, playwright or Chromium is missing."""
     for is_there, needed in (
         (find_spec("gradio"), "the page: pip install 'llamoe[page]'"),
         (find_spec("playwright"), "playwright, which drives the browser: pip install playwright"),
@@ -37,17 +37,17 @@ def require_browser():
 
 
 class PageServer:
-    """A running `llamoe chat`.
+    """A process that runs `llamoe chat` on a free port.
 
     Attributes:
-        address: of the page.
-        process: a `subprocess.Popen`.
+        address: URL of the page.
+        process: the `subprocess.Popen` of the command.
     """
 
     def __init__(self, folder, *words):
         self.log = Path(tempfile.mkdtemp()) / "log"
-        # No display: nothing may try to open a window. And a proxy that answers nobody, as in some offices: nothing may
-        # ask it for this machine.
+        # Without a display the command cannot open a window. The proxy does not answer: as in some offices, requests to
+        # this machine must not go through the proxy.
         env = os.environ | {"HTTP_PROXY": "http://127.0.0.1:1", "HTTPS_PROXY": "http://127.0.0.1:1"}
         for name in ("DISPLAY", "WAYLAND_DISPLAY", "NO_PROXY", "no_proxy"):
             env.pop(name, None)
@@ -55,8 +55,8 @@ class PageServer:
         with self.log.open("w") as log:
             self.process = subprocess.Popen(list(map(str, command)), stdout=log, stderr=log, env=env)
         for _ in range(1200):
-            if found := re.search(r"answers at (http://\S+)", self.log.read_text()):
-                self.address = found[1]
+            if match := re.search(r"answers at (http://\S+)", self.log.read_text()):
+                self.address = match[1]
                 return
             if self.process.poll() is not None:
                 break
@@ -65,7 +65,7 @@ class PageServer:
         raise AssertionError(self.log.read_text())
 
     def seconds_of_work(self):
-        """Processor time that the process has taken; only on Linux."""
+        """Return the processor time of the command so far, in seconds (Linux only)."""
         fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
         return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
 
@@ -77,7 +77,7 @@ class PageServer:
 
 @contextmanager
 def chromium():
-    """A browser; `new_page` opens a window that nobody sees."""
+    """Yield playwright's browser, without a display."""
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
@@ -87,11 +87,11 @@ def chromium():
 
 
 class ChatWindow:
-    """The page as a person sees and uses it.
+    """A window with the page, and what a person does in it.
 
     Attributes:
         page: playwright's page.
-        requests: addresses that it has loaded.
+        requests: URLs that the page has requested.
     """
 
     def __init__(self, browser, address, width=1100, height=1000):
@@ -103,7 +103,7 @@ class ChatWindow:
         self.page.wait_for_selector("#question textarea")
 
     def drop(self, *pictures):
-        """Drop pictures on the box of the question, and wait until they are sent."""
+        """Drop picture files on the box of the question, and wait until they are uploaded."""
         with self.page.expect_response(lambda response: "/upload" in response.url):
             self.page.locator("#question input[type=file]").first.set_input_files(
                 [str(path) for path in pictures]
@@ -118,8 +118,8 @@ class ChatWindow:
         self.page.locator("#question .submit-button").click()
 
     def set_length(self, tokens):
-        """Set the longest answer; *Settings* must be open."""
-        # A field that is still being set up forgets what is typed: the slider beside it tells what the page has taken.
+        """Set the largest number of tokens of an answer; *Settings* must be open."""
+        # While the page sets the field up, it forgets what is typed. Type until the slider beside it shows the number.
         for _ in range(100):
             self.page.locator("#length input[type=number]").fill(str(tokens))
             self.page.locator("#length input[type=number]").press("Tab")
@@ -129,12 +129,12 @@ class ChatWindow:
         raise AssertionError("the page does not take the length")
 
     def answers(self):
-        """Texts of all answers."""
+        """Return the texts of all answers."""
         texts = self.page.locator("#conversation .bot .message-content").all_inner_texts()
         return [text.strip() for text in texts]
 
     def wait_for_answer(self, count=1):
-        """The text of an answer that is complete."""
+        """Wait until the answer number `count` is complete, and return its text."""
         self.page.wait_for_function(
             """count => {
                 const answers = document.querySelectorAll("#conversation .bot .message-content");
@@ -154,8 +154,8 @@ class ChatWindow:
             }"""
         )
 
-    def wait_for_text(self, place, text):
-        """Wait until an element shows a text, or fail with what it shows."""
+    def wait_for_text(self, selector, text):
+        """Wait until the first element of a selector contains a text; the failure says what the element shows."""
         from playwright.sync_api import expect
 
-        expect(self.page.locator(place).first).to_contain_text(text, timeout=PATIENCE)
+        expect(self.page.locator(selector).first).to_contain_text(text, timeout=PATIENCE)

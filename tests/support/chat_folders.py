@@ -1,9 +1,7 @@
-"""Folders of models to talk with, and what the small model says of the repository's pictures.
+"""Write folders of chat models: the small model's tokenizer and template, with random weights.
 
-Folders have tokenizer and template of the small model, and weights drawn at random.
+Beside them stand the answers that the small model itself gives about the repository's pictures.
 """
-
-import shutil
 
 import torch
 from peft import get_peft_model
@@ -26,16 +24,17 @@ QUESTION = "What is in the picture?"
 ABOUT_TWO = "a red circle on the left and a blue square on the right."
 ABOUT_THREE = "a green triangle on the left, a yellow star in the middle and a purple circle on the right."
 
+# Without an end-of-text token a model generates until the limit.
 ENDLESS = dict(bos_token_id=None, eos_token_id=None)
 
 
 def write_llama(folder, **sizes):
-    """A stock dense model that answers without an end."""
+    """Write a stock LLaMA whose answers have no end; return the folder."""
     return _write(folder, LlamaForCausalLM, LlamaConfig, sizes)
 
 
 def write_mixtral(folder, **sizes):
-    """A stock mixture that sees no pictures and answers without an end."""
+    """Write a stock Mixtral whose answers have no end; return the folder."""
     return _write(
         folder, MixtralForCausalLM, MixtralConfig, {"num_local_experts": 5, "sliding_window": None, **sizes}
     )
@@ -51,7 +50,7 @@ def _write(folder, model_class, config_class, sizes):
 
 
 def write_adapter(model_folder, folder):
-    """An adapter of all of a model's layers and experts that changes its answers."""
+    """Write a LoRA adapter of all layers and experts that changes a model's answers; return the folder."""
     with llamoe.adopt():
         model = AutoModelForCausalLM.from_pretrained(model_folder)
     adapted = get_peft_model(model, llamoe.lora_config(model, r=4))
@@ -61,8 +60,3 @@ def write_adapter(model_folder, folder):
             parameter.data.normal_()
     adapted.save_pretrained(folder)
     return folder
-
-
-def copy_tiny(folder, *without):
-    """A copy of the small model's folder, without some files."""
-    return shutil.copytree(TINY, folder, ignore=shutil.ignore_patterns(*without))

@@ -1,4 +1,4 @@
-"""What the tests of the converters share: Meta's models as cases, folders as sums, what a finished folder has."""
+"""Helpers of the converters' tests: small models in Meta's format, and hashes of folders."""
 
 import hashlib
 import json
@@ -12,13 +12,13 @@ from support.meta_reference import decoder_logits
 
 @dataclass(frozen=True, eq=False)
 class MetaCase:
-    """A synthetic model of Meta's, with what the tests must know of it.
+    """A small model in Meta's format, with random weights.
 
     Attributes:
-        name: for the table of parity.
-        params: content of params.json.
-        vocabulary: rows of the embedding, special tokens included; a multiple of every file count.
-        counts: of files that its tensors can be cut into.
+        name: its name in the table of parity.
+        params: the content of params.json.
+        vocabulary: number of rows of the embedding, with special tokens; a multiple of every number in `counts`.
+        counts: numbers of files into which the weights can be split.
     """
 
     name: str
@@ -40,7 +40,7 @@ class MetaCase:
 
     @property
     def special_tokens(self) -> int:
-        """How many rows of the embedding belong to the special tokens after those of a tiktoken file."""
+        """Number of special tokens, which follow the tokens of a tiktoken file; 0 for SentencePiece."""
         return releases.SPECIAL_TOKENS.get(" ".join(self.name.split()[:2]), 0)
 
     @property
@@ -48,11 +48,11 @@ class MetaCase:
         return self.vocabulary - self.special_tokens + releases.PATCH_OFFSET
 
     def weights(self, dtype=torch.float32, seed: int = 0) -> dict[str, torch.Tensor]:
-        """Whole weights by unfused names."""
+        """Draw whole weights, by unfused names."""
         return releases.make_weights(self.params, self.vocabulary, dtype, seed)
 
     def tokenizer(self) -> bytes:
-        """A tokenizer.model of as many tokens as the embedding has rows."""
+        """Return the bytes of a tokenizer.model for the embedding's rows, without the special tokens."""
         if self.special_tokens:
             return releases.tiktoken_model(self.vocabulary - self.special_tokens)
         return releases.small_sentencepiece_model(self.vocabulary)
@@ -60,12 +60,13 @@ class MetaCase:
     def write(
         self, folder: Path, weights: dict, files: int, *, release=True, extras=True, one_storage=False
     ) -> Path:
-        """Write whole weights as a folder of Meta's.
+        """Write whole weights as a folder in Meta's format.
 
         Args:
-            release: with the fused names of Llama 4's releases.
-            extras: with the entries that are not weights.
-            one_storage: each file's tensors as slices of one storage.
+            files: number of files.
+            release: fuse tensors and name them as Llama 4's releases do.
+            extras: add the entries of Meta's files that are not weights.
+            one_storage: make the tensors of each file slices of one storage.
         """
         ranks = releases.split(weights, files, self.embedding_axis)
         if self.is_llama4 and release:
@@ -83,14 +84,14 @@ class MetaCase:
         return folder
 
     def read(self, folder: Path) -> dict[str, torch.Tensor]:
-        """Whole weights by unfused names from a folder of Meta's, read by plain torch."""
+        """Read a folder in Meta's format by `torch.load` alone; return whole weights, by unfused names."""
         ranks = releases.read_ranks(folder)
         return releases.join(
             [releases.unfuse(rank, self.params, len(ranks)) for rank in ranks], self.embedding_axis
         )
 
     def inputs(self, length: int = 50) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Two rows of ids without a token twice in a row and, where the model sees, three tiles for them."""
+        """Return ids `[2, length]`, and tiles `[3, 3, H, W]` for their image tokens, or None without a tower."""
         generator = torch.Generator().manual_seed(1)
         plain = self.vocabulary - self.special_tokens
         ids = torch.randint(3, plain, (2, length), generator=generator)
@@ -106,7 +107,7 @@ class MetaCase:
 
     @torch.no_grad()
     def logits(self, weights: dict, ids: torch.Tensor, tiles: torch.Tensor | None = None, **params):
-        """What Meta's maths gives in float64; `params` replace entries of params.json."""
+        """Compute logits `[2, T, V]` by Meta's formulas in float64; `params` replace entries of params.json."""
         weights = {name: value.double() for name, value in weights.items()}
         params = {**self.params, **params}
         tiles = None if tiles is None else tiles.double()
@@ -121,7 +122,7 @@ META_MAVERICK = MetaCase("Llama 4 Maverick", releases.MAVERICK, 2313, (1, 3))
 
 
 def sums(folder: Path) -> dict[str, str]:
-    """Every file below a folder, by its relative path, as a hash of its bytes."""
+    """Return the SHA-256 of every file below a folder, by its relative path."""
     return {
         str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in sorted(folder.rglob("*"))
@@ -130,6 +131,6 @@ def sums(folder: Path) -> dict[str, str]:
 
 
 def looks_finished(folder: Path) -> bool:
-    """Whether a loader could take a folder for a whole checkpoint: by Hugging Face's files or by Meta's."""
+    """Return True if a folder has a file by which loaders recognise a whole checkpoint of Hugging Face or Meta."""
     names = ("model.safetensors", "model.safetensors.index.json", "params.json")
     return any((folder / name).exists() for name in names)

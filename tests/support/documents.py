@@ -1,4 +1,4 @@
-"""The pages for people, and the blocks of code in them."""
+"""Find the Markdown pages of the repository and the blocks of code in them."""
 
 import re
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ PAGES = ["README.md", "CONTRIBUTING.md"] + sorted(
     str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md")
 )
 NOT_RUN = "# Not run by the tests: "
-"""How a block begins that needs what a test has not; the reason follows, for readers, too."""
+"""First words of a block that tests cannot run; the reason follows them."""
 
 
 @dataclass(frozen=True)
@@ -18,9 +18,9 @@ class Block:
 
     Attributes:
         page: path of the page in the repository.
-        line: number of its first line in the page.
-        language: word behind the fence.
-        code: the block's text.
+        line: number of the block's first line in the page.
+        language: the word after the opening fence.
+        code: the text between the fences.
     """
 
     page: str
@@ -34,7 +34,7 @@ class Block:
 
     @property
     def commands(self) -> list[str]:
-        """The lines of a shell block, continued ones joined, without those that are comments."""
+        """The commands of a shell block, without comments; continued lines are joined."""
         lines = self.code.replace("\\\n", " ").splitlines()
         return [line for line in lines if line.strip() and not line.startswith("#")]
 
@@ -44,15 +44,16 @@ def read(page: str) -> str:
 
 
 def blocks(page: str) -> list[Block]:
+    """Return all fenced blocks of a page."""
     text = read(page)
     return [
-        Block(page, text.count("\n", 0, found.start(2)) + 1, found[1], found[2])
-        for found in re.finditer(r"^```([^\n]*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+        Block(page, text.count("\n", 0, match.start(2)) + 1, match[1], match[2])
+        for match in re.finditer(r"^```([^\n]*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     ]
 
 
 def anchors(page: str) -> set[str]:
-    """The headings of a page, as GitHub and the built pages name them."""
+    """Return the anchors that GitHub and mkdocs make of a page's headings."""
     text = re.sub(r"^```.*?^```", "", read(page), flags=re.MULTILINE | re.DOTALL)
     titles = re.findall(r"^#+ (.*)", text, re.MULTILINE)
     return {re.sub(r"[^\w -]", "", title.lower()).strip().replace(" ", "-") for title in titles}

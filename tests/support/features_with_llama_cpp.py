@@ -1,8 +1,8 @@
-"""Computes the features of one picture with llama.cpp's library for pictures, in a process of its own.
+"""Compute the features of one picture with llama.cpp's library for pictures, as a program of its own.
 
 python tests/support/features_with_llama_cpp.py DECODER.gguf TOWER.gguf PIXELS.npy FEATURES.npy
 
-The pixels are `[height, width, 3]` in uint8, of the tower's size; the features `[tokens, hidden]`.
+reads pixels `[height, width, 3]` in uint8, of the tower's size, and writes features `[tokens, hidden]`.
 """
 
 import ctypes
@@ -27,17 +27,12 @@ if __name__ == "__main__":
     text = mtmd_cpp.mtmd_input_text(marker, len(marker), False, True)
     chunks = mtmd_cpp.mtmd_input_chunks_init()
     assert mtmd_cpp.mtmd_tokenize(context, chunks, ctypes.byref(text), bitmaps, 1) == 0
-    every = [
-        mtmd_cpp.mtmd_input_chunks_get(chunks, index)
-        for index in range(mtmd_cpp.mtmd_input_chunks_size(chunks))
-    ]
-    # The other chunks are text: the tokens before and after the picture.
-    (chunk,) = (
-        chunk
-        for chunk in every
-        if mtmd_cpp.mtmd_input_chunk_get_type(chunk) == mtmd_cpp.MTMD_INPUT_CHUNK_TYPE_IMAGE
-    )
+    count = mtmd_cpp.mtmd_input_chunks_size(chunks)
+    pieces = [mtmd_cpp.mtmd_input_chunks_get(chunks, index) for index in range(count)]
+    # The tokens before and after the picture are chunks of text.
+    image = mtmd_cpp.MTMD_INPUT_CHUNK_TYPE_IMAGE
+    (chunk,) = (piece for piece in pieces if mtmd_cpp.mtmd_input_chunk_get_type(piece) == image)
     assert mtmd_cpp.mtmd_encode_chunk(context, chunk) == 0
     shape = mtmd_cpp.mtmd_input_chunk_get_n_tokens(chunk), llama_cpp.llama_model_n_embd(model)
-    found = mtmd_cpp.mtmd_get_output_embd(context)
-    np.save(features, np.ctypeslib.as_array(found, (shape[0] * shape[1],)).reshape(shape))
+    output = mtmd_cpp.mtmd_get_output_embd(context)
+    np.save(features, np.ctypeslib.as_array(output, (shape[0] * shape[1],)).reshape(shape))

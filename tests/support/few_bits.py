@@ -1,4 +1,4 @@
-"""Small quantized models: of each family one that all formats take, saved and loaded once."""
+"""Small models with int4 and int8 weights; each family's model has sizes that every format accepts."""
 
 import copy
 import tempfile
@@ -14,8 +14,8 @@ from llamoe.modeling.quantization import QuantizedExperts, QuantizedLinear
 
 from .models import draw
 
-# Outputs are multiples of 16, those of feed-forwards also of 64, as faster kernels want them; inputs are multiples of
-# 32. Sizes differ from each other, and those of experts from those of layers.
+# Numbers of outputs are multiples of 16, and of 64 in feed-forwards, which the fast kernels need. Numbers of inputs are
+# multiples of 32. No two sizes are equal, so that a confused axis fails.
 SIZES = dict(
     vocab_size=101,
     hidden_size=128,
@@ -49,37 +49,39 @@ _FAMILIES = {
 }
 FAMILIES = tuple(_FAMILIES)
 WEIGHTS = ("int4", "int8")
-# Relative: sums and activations of two layers are rounded to bfloat16's 8 bits in another order. Up to 0.02 is
-# measured, where the same weights in float32 are as far from both, and 0.3 and more for what is wrong.
+# Largest `distance` of logits in bfloat16, which two computations of the same weights round in another order. Measured:
+# up to 0.02 from each other, and each as far from float32; a wrong computation gives 0.3 and more.
 CLOSE = 0.04
 
+# Keeps the folders of `save` until the process ends.
 _folders: list[tempfile.TemporaryDirectory] = []
 
 
 def make(family: str, **changes) -> torch.nn.Module:
-    """A model in float32."""
+    """Return a family's model in float32."""
     model_class, config_class, fields = _FAMILIES[family]
     return draw(model_class, config_class(**{**SIZES, **fields, **changes}))
 
 
 def save(model: torch.nn.Module, **kwargs) -> Path:
-    """A new folder with this model, which goes with the process."""
+    """Save a model to a temporary folder, which is deleted when the process ends; return the folder."""
     _folders.append(tempfile.TemporaryDirectory())
     model.save_pretrained(_folders[-1].name, **kwargs)
     return Path(_folders[-1].name)
 
 
+# Options of `load` that are fields of `QuantizationConfig`.
 FIELDS = ("experts", "linears", "group_size", "activations", "modules_to_not_convert")
 
 
 @cache
 def folder(family: str, dtype: torch.dtype = torch.bfloat16) -> Path:
-    """The folder of a family's model; not to be changed."""
+    """Save a family's model once, and return its folder, which tests must not change."""
     return save(make(family).to(dtype))
 
 
 def load(path: Path, weights: str = "int4", **kwargs) -> torch.nn.Module:
-    """A folder's model with its quantized weights."""
+    """Load a folder's model with quantized weights."""
     fields = {name: kwargs.pop(name) for name in FIELDS if name in kwargs}
     config = llamoe.QuantizationConfig(weights, **fields)
     return AutoModelForCausalLM.from_pretrained(path, quantization_config=config, **kwargs)
@@ -91,12 +93,12 @@ def _loaded(family: str, weights: str) -> torch.nn.Module:
 
 
 def packed(family: str, weights: str) -> torch.nn.Module:
-    """A quantized copy of a family's model."""
+    """Return a copy of a family's quantized model, which tests may change."""
     return copy.deepcopy(_loaded(family, weights))
 
 
 def codes_and_scales(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Everything that is packed, by name."""
+    """Return the tensors of all quantized layers and experts, by name."""
     return {
         f"{path}.{name}": tensor
         for path, module in model.named_modules()
@@ -107,18 +109,18 @@ def codes_and_scales(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def token_ids(batch: int = 2, length: int = 11) -> torch.Tensor:
-    """Tokens without padding."""
+    """Return token ids `[batch, length]` without padding."""
     return torch.randint(3, 101, (batch, length), generator=torch.Generator().manual_seed(1))
 
 
 @torch.no_grad()
 def logits(model: torch.nn.Module, ids: torch.Tensor | None = None, **kwargs) -> torch.Tensor:
-    """A model's logits for these tokens."""
+    """Return a model's logits for `ids`, by default those of `token_ids`."""
     return model(token_ids() if ids is None else ids, **kwargs).logits
 
 
 def route_by_position(monkeypatch) -> None:
-    """Let each token's place choose its experts, where rounding would send some to others; scores stay the router's."""
+    """Choose each token's experts by its position alone, as rounding could change the choice; keep the scores."""
     original = Router.choose
 
     def choose(router, logits_TE):
@@ -135,5 +137,5 @@ def route_by_position(monkeypatch) -> None:
 
 
 def distance(given: torch.Tensor, expected: torch.Tensor) -> float:
-    """Length of the difference, as a part of the expected length."""
+    """Return the norm of the difference over the norm of the expected tensor."""
     return ((given.float() - expected.float()).norm() / expected.float().norm()).item()

@@ -1,4 +1,4 @@
-"""GGUF files of small models as llama.cpp's converter writes them: by the package gguf, with its names of tensors."""
+"""Write GGUF files of small models with the package gguf, as llama.cpp's converter writes them."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 import torch
 
-from .published import STOCK, _config
+from .published import STOCK, stock_config
 
 gguf = pytest.importorskip("gguf")
 
-# Blocks have 32 or 256 numbers: rows of experts' outputs are of no blocks of 256. Sizes differ from each other.
+# Blocks have 32 or 256 numbers. 256 does not divide the inputs of the experts' down projections, so those matrices need
+# another type. No two sizes are equal.
 SIZES = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 48}
-# Bytes of a block, at which places of it are half-precision numbers, and their sizes.
+# The bytes of a block, and the offsets of its float16 scales with the largest values that are drawn for them.
 _K_TYPES = {
     "Q4_K": (144, {0: 4e-4, 2: 3e-3}),
     "Q5_K": (176, {0: 2e-4, 2: 3e-3}),
@@ -22,35 +23,40 @@ _K_TYPES = {
 
 
 class GgufFile(NamedTuple):
-    """A file, and transformers' model with the weights that it means, in float32."""
+    """A GGUF file, and transformers' model with the dequantized weights in float32.
+
+    Attributes:
+        path: of the file.
+        stock: transformers' model.
+        stored: each tensor's stored array and type, by its name in the file.
+    """
 
     path: Path
     stock: torch.nn.Module
-    # The stored numbers of each tensor by its name, before anything is permuted back, and their types.
     stored: dict[str, tuple[np.ndarray, str]]
 
 
 def pack(weight, kind):
-    """The stored numbers of a matrix or stack; of the types K random ones."""
+    """Quantize a matrix or stack to a type; for the K types, which gguf cannot write, return random blocks."""
     if kind in ("F32", "F16"):
         return weight.numpy().astype(np.float32 if kind == "F32" else np.float16)
     if kind not in _K_TYPES:
         return gguf.quantize(weight.numpy(), gguf.GGMLQuantizationType[kind])
     size, halves = _K_TYPES[kind]
     blocks = torch.randint(0, 256, (weight.numel() // 256, size), dtype=torch.uint8).numpy()
-    for place, scale in halves.items():
-        drawn = (scale * (0.3 + torch.rand(len(blocks), 1))).half().numpy()
-        blocks[:, place : place + 2] = drawn.view(np.uint8)
+    for offset, scale in halves.items():
+        scales = (scale * (0.3 + torch.rand(len(blocks), 1))).half().numpy()
+        blocks[:, offset : offset + 2] = scales.view(np.uint8)
     return blocks.reshape(*weight.shape[:-1], -1)
 
 
 def unpack(data, kind):
-    """What stored numbers mean, in float32; the package gguf says it."""
+    """Dequantize stored numbers to float32 with the package gguf."""
     return torch.from_numpy(np.ascontiguousarray(gguf.dequantize(data, gguf.GGMLQuantizationType[kind])))
 
 
 def swapped(weight, heads):
-    """Permute each head's rows from rotated halves to neighbouring pairs, as llama.cpp stores LLaMA."""
+    """Permute each head's rows from rotated halves to adjacent pairs, the order in which GGUF stores LLaMA."""
     return weight.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
 
 
@@ -58,27 +64,27 @@ def swapped(weight, heads):
 def write_gguf(
     path, family, kind="Q4_0", others=(), config=None, keys=None, vocabulary=None, parts=0, change=None
 ):
-    """Write a file of a drawn model.
+    """Write a GGUF file of a model with random weights; return a `GgufFile`.
 
     Args:
-        path: of the file; of parts, without what numbers them.
+        path: of the file; for a split file, without the suffix that numbers its parts.
         family: "llama", "mixtral" or "llama4".
-        kind: type of the matrices.
-        others: pairs of a part of a tensor's name in the file, and the type of such tensors.
+        kind: GGUF type of the matrices.
+        others: pairs of a part of a tensor's name in the file, and the type of tensors with such names.
         config: fields of the model's configuration.
-        keys: more keys of the architecture.
-        vocabulary: changes the writer, by the number of tokens.
+        keys: metadata to add, by key.
+        vocabulary: a function of the `GGUFWriter` and the number of tokens, which writes a tokenizer.
         parts: number of tensors in each part of a split file; 0 for one file.
-        change: changes the tensors by name, arrays with their types.
+        change: a function that may change the dictionary of stored tensors, as in `GgufFile.stored`.
     """
-    stock = STOCK[family](_config(family, SIZES | (config or {}))).float().eval()
+    stock = STOCK[family](stock_config(family, SIZES | (config or {}))).float().eval()
     architecture = gguf.MODEL_ARCH.LLAMA4 if family == "llama4" else gguf.MODEL_ARCH.LLAMA
     fields = stock.config
     names = gguf.get_tensor_name_map(architecture, fields.num_hidden_layers)
     tensors = {}
 
     def put(name, weight):
-        """Store a tensor, and give what its type means."""
+        """Quantize and store a tensor under its name in the file; return the dequantized tensor."""
         target = names.get_name(name, (".weight", ".bias"))
         chosen = next((other for part, other in others if part in target), kind)
         if weight.ndim == 1 or "gate_inp" in target:
@@ -100,8 +106,8 @@ def write_gguf(
                 half.copy_(put(f"{name.rpartition('.')[0]}.{part}.weight", half.contiguous()))
         elif family != "llama4" and ("q_proj" in name or "k_proj" in name):
             heads = fields.num_attention_heads if "q_proj" in name else fields.num_key_value_heads
-            meant = put(name, swapped(weight, heads))
-            weight.copy_(meant.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2))
+            dequantized = put(name, swapped(weight, heads))
+            weight.copy_(dequantized.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2))
         else:
             weight.copy_(put(name, weight))
     if change is not None:

@@ -1,22 +1,24 @@
-"""A process of little memory and time that opens files which may be made to take all of either."""
+"""Open hostile files in a process with limited memory and time, as such files may be made to use up both."""
 
 import faulthandler
-import multiprocessing
 import os
 import re
 import resource
 import signal
-import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 from support import programs
 
 import llamoe
 from llamoe.conversion import inspect
 
+# What the process may allocate after its imports, and what a job may take by default.
 MEGABYTES = 1024
 SECONDS = 20.0
 
@@ -26,8 +28,8 @@ class Outcome:
     """How a job ended.
 
     Attributes:
-        kinds: names of the error's class and its bases; none if there was no error.
-        message: of the error.
+        kinds: names of the error's class and its bases; empty if there was no error.
+        message: the error's text.
     """
 
     kinds: list[str]
@@ -35,27 +37,25 @@ class Outcome:
 
 
 class Guard:
-    """Runs jobs one after the other, in one process for as long as it lives."""
+    """Runs jobs one after the other in one process, and starts another process when that one has ended."""
 
     def __init__(self):
-        self.process = None
+        self.pool = None
 
     def run(self, job: str, limit: float = SECONDS, **arguments) -> Outcome:
-        """Run a job for `limit` seconds at most; one that kills the process, or hears no signal, fails the test."""
-        if self.process is None:
-            self.jobs, theirs = multiprocessing.Pipe()
-            self.process = programs.call("support.guarded", "answer", theirs)
-            theirs.close()
+        """Run an entry of `JOBS` for at most `limit` seconds; return its outcome.
+
+        The test fails if the job ends the process, or blocks signals for three times the limit.
+        """
+        self.pool = self.pool or ProcessPoolExecutor(1, programs.PROCESSES, limit_memory)
         try:
-            self.jobs.send((job, arguments, limit))
-            return self.jobs.recv()
-        except (EOFError, ConnectionError):
-            self.process.join()
-            status, self.process = self.process.exitcode, None
-            pytest.fail(f"{job} {arguments} ended the process (status {status})")
+            return self.pool.submit(run, job, arguments, limit).result()
+        except BrokenProcessPool:
+            self.pool = None
+            pytest.fail(f"{job} {arguments} ended the process")
 
     def refused(self, job: str, says: str, **arguments) -> str:
-        """Run a job that must end with a `CheckpointError` or `ConfigurationError` that says something, and soon."""
+        """Check that a job raises one of our two errors of files, with a text that matches `says`; return the text."""
         outcome = self.run(job, **arguments)
         assert {"CheckpointError", "ConfigurationError"} & {*outcome.kinds}, outcome
         assert re.search(says, outcome.message), outcome
@@ -68,22 +68,23 @@ class Guard:
 
     def close(self) -> None:
         """End the process."""
-        if self.process is not None:
-            self.jobs.close()
-            self.process.join(30)
+        if self.pool is not None:
+            self.pool.shutdown()
 
 
-# In the process
+# What follows runs in that process.
 
 
 class OutOfTime(BaseException):
-    """Raised in whatever runs when the time is up; nothing catches it."""
+    """Raised in a job when its time is up; no `except Exception` catches it."""
 
 
 def load(folder, name="LlamoeDenseForCausalLM", **options):
+    """Load a folder with one of our classes."""
     getattr(llamoe, name).from_pretrained(folder, **options)
 
 
+# The last two jobs show that the limits work.
 JOBS = {
     "load": load,
     "look": lambda folder: inspect(folder),
@@ -93,14 +94,15 @@ JOBS = {
 
 
 def run(job: str, arguments: dict, seconds: float) -> Outcome:
-    """Run one job."""
+    """Run one job for at most `seconds`, and return its outcome."""
 
     def end(*_):
         raise OutOfTime(f"{seconds} s")
 
     signal.signal(signal.SIGALRM, end)
     signal.setitimer(signal.ITIMER_REAL, seconds)
-    faulthandler.dump_traceback_later(3 * seconds, exit=True)  # where no signal is heard
+    # End the process if the job lets Python handle no signal.
+    faulthandler.dump_traceback_later(3 * seconds, exit=True)
     try:
         JOBS[job](**arguments)
         return Outcome([])
@@ -111,15 +113,13 @@ def run(job: str, arguments: dict, seconds: float) -> Outcome:
         faulthandler.cancel_dump_traceback_later()
 
 
-def answer(jobs) -> None:
-    """Run the jobs that come through a connection, each with the seconds that it may take, until it is closed."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-    sys.stdout = sys.stderr
-    taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    limit = taken + (MEGABYTES << 20)
+def limit_memory() -> None:
+    """Limit what this process may allocate from now on, and discard its output."""
+    # A forked process has none of its parent's threads.
+    torch.set_num_threads(1)
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    os.dup2(null, 2)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    limit = used + (MEGABYTES << 20)
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    while True:
-        try:
-            jobs.send(run(*jobs.recv()))
-        except EOFError:
-            return

@@ -1,4 +1,4 @@
-"""A Trainer of an adapter on offloaded experts, which ends as `kill -9` ends it, and its like that is not ended."""
+"""Train an adapter on offloaded experts with the Trainer; one run is killed, to be compared with whole runs."""
 
 import os
 
@@ -18,6 +18,7 @@ RUN = {
 
 
 def trainer_of(model, folder, callback=None, rank=3, **options) -> Trainer:
+    """Return a Trainer of a new adapter on fixed random rows; `options` replace those of `RUN`."""
     torch.manual_seed(3)
     rows = torch.randint(3, 199, (8, 23), generator=torch.Generator().manual_seed(5))
     data = [{"input_ids": row, "labels": row} for row in rows]
@@ -28,7 +29,7 @@ def trainer_of(model, folder, callback=None, rank=3, **options) -> Trainer:
 
 
 class Killed(TrainerCallback):
-    """Ends the process in the third step, as `kill -9` does."""
+    """Kills the process in the third step, as `kill -9` does."""
 
     def on_substep_end(self, args, state, control, **_):
         if state.global_step == 2:
@@ -36,5 +37,5 @@ class Killed(TrainerCallback):
 
 
 def train_until_killed(folder: str, into: str) -> None:
-    """In a process of its own."""
+    """Train the offloaded model of a folder until it is killed; needs a process of its own."""
     trainer_of(load_both(folder, 2)[1], into, Killed()).train()

@@ -1,4 +1,4 @@
-"""Lazy tensors of tests."""
+"""A lazy tensor whose numbers are in memory, in place of one that reads a file."""
 
 import torch
 
@@ -6,7 +6,7 @@ from llamoe.conversion.io import LazyTensor
 
 
 class InMemory(LazyTensor):
-    """A tensor that is in memory; with `reads`, what is read of it is appended there: origin and range of rows."""
+    """A lazy tensor in memory; appends the origin and rows (start, stop) of each read to `reads`, if given."""
 
     def __init__(self, tensor: torch.Tensor, origin: str = "", reads: list | None = None):
         super().__init__(tensor.shape, tensor.dtype, origin)

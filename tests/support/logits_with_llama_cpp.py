@@ -1,4 +1,4 @@
-"""Computes logits with llama.cpp, in a process of its own: it ends its process where it finds something wrong.
+"""Compute the logits of tokens with llama.cpp; a program of its own, as llama.cpp ends its process on errors.
 
 python tests/support/logits_with_llama_cpp.py FILE.gguf TOKENS.npy LOGITS.npy
 """
@@ -14,14 +14,14 @@ if __name__ == "__main__":
     context = llama_cpp.Llama(
         model,
         n_ctx=len(ids),
-        # One pass. A cache in float32, as the weights are.
+        # Compute all tokens in one batch, with a cache in float32 as the weights.
         n_batch=len(ids),
         n_ubatch=min(len(ids), 512),
         n_threads=2,
         logits_all=True,
         type_k=llama_cpp.GGML_TYPE_F32,
         type_v=llama_cpp.GGML_TYPE_F32,
-        # Where it stops, what it printed says why.
+        # If llama.cpp ends the process, its output says why.
         verbose=True,
     )
     context.eval(ids)

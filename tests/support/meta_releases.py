@@ -1,7 +1,7 @@
-"""Synthetic checkpoints as Meta distributes them: whole weights, a splitter into files, and a joiner of its own.
+"""Draw weights of small models, split them into files as Meta distributes them, and join such files.
 
-Written from the facts of Meta's formats, not from the tables of the package, so that both can be compared. Whole
-weights have the unfused names that `meta_reference` computes with; a Llama 4 release fuses some of them in each file.
+This module follows Meta's code, not the tables of llamoe's converters, which it tests. Whole weights have the unfused
+names of `meta_reference`; a release of Llama 4 fuses some of the tensors in each file.
 """
 
 import io
@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from support.tokenizer_files import rank_table, sentencepiece_model
 
-# Query heads on key-value heads are a ratio of 3 or 2; no size equals another one; six heads of ten channels.
+# Two or three query heads share a key/value head. No two sizes are equal, so that a confused axis fails.
 LLAMA_1 = dict(dim=60, n_heads=6, n_layers=2, norm_eps=1e-6, vocab_size=-1, multiple_of=9)
 LLAMA_2 = dict(
     dim=60,
@@ -70,13 +70,14 @@ MAVERICK = {
     "vision_args": None,
 }
 SPECIAL_TOKENS = {"Llama 3": 256, "Llama 4": 2048}
-PATCH_OFFSET = 92  # of <|patch|> among them
+# Place of <|patch|> among Llama 4's special tokens.
+PATCH_OFFSET = 92
 
-# How the files of a model-parallel rank hold a whole matrix `[out, in]`, by the last word of its name: cut along its
-# outputs, as their biases are, or along its inputs. All else is a copy in each.
+# The last words of the names of matrices `[out, in]` that model-parallel ranks split by outputs, with their biases, or
+# by inputs. Each rank has a copy of all other tensors.
 BY_OUTPUTS = ("output", "wq", "wk", "wv", "w1", "w3", "_linear", "c_fc", "vision_projection")
 BY_INPUTS = ("wo", "w2", "c_proj")
-# One release name where Meta's modules have another one, with the same tensor.
+# Names in releases of Llama 4 that differ from those of Meta's modules for the same tensor.
 RELEASE_NAMES = {
     "feed_forward.shared_expert.w1.weight": "feed_forward.w_in_shared_FD.weight",
     "feed_forward.shared_expert.w2.weight": "feed_forward.w_out_shared_DF.weight",
@@ -90,12 +91,12 @@ RELEASE_NAMES = {
 
 
 def hidden_size(params: dict) -> int:
-    """Width of a dense feed-forward by Meta's rule: `params.json` does not hold it."""
+    """Return the intermediate size of a dense feed-forward, which params.json lacks, by Meta's rule."""
     return _round_up(_widened(4 * params["dim"], params), params)
 
 
 def expert_size(params: dict) -> int:
-    """Width of each expert of Llama 4 and of the shared one, by Meta's rule."""
+    """Return the intermediate size of Llama 4's routed and shared experts, by Meta's rule."""
     mixture = params["moe_args"]
     hidden = _widened(int(params["ffn_exp"] * params["dim"]), params)
     if mixture.get("auto_scale_F", True):
@@ -113,13 +114,13 @@ def _round_up(hidden: int, params: dict) -> int:
 
 
 def is_mixture(params: dict, layer: int) -> bool:
-    """Whether a layer has experts."""
+    """Return True if a layer has experts."""
     mixture = params.get("moe_args")
     return bool(mixture) and (layer + 1) % mixture.get("interleave_moe_layer_step", 1) == 0
 
 
 class _Draw:
-    """Random weights whose columns grow in scale, so that no split, order or transpose goes unseen."""
+    """Draws weights whose columns grow in scale, so that a wrong split, order or transpose changes results."""
 
     def __init__(self, dtype: torch.dtype, seed: int):
         self.generator = torch.Generator().manual_seed(seed)
@@ -136,18 +137,21 @@ class _Draw:
 def make_weights(
     params: dict, vocabulary: int, dtype=torch.float32, seed: int = 0
 ) -> dict[str, torch.Tensor]:
-    """Whole, unfused weights of the model that the content of a params.json describes."""
+    """Draw whole, unfused weights for the content of a params.json of Meta's or Mistral AI's."""
     draw = _Draw(dtype, seed)
     dim, heads = params["dim"], params["n_heads"]
-    kv_rows = (params.get("n_kv_heads") or heads) * (dim // heads)
+    head_dim = params.get("head_dim") or dim // heads
+    rows, kv_rows = heads * head_dim, (params.get("n_kv_heads") or heads) * head_dim
+    mixtral = params.get("moe") or params
+    experts_of_mixtral = mixtral.get("num_experts") or mixtral.get("num_local_experts") or 0
     weights = {"tok_embeddings.weight": draw.matrix(vocabulary, dim, fan_in=1)}
     for layer in range(params["n_layers"]):
-        inner = hidden_size(params)
+        inner = params.get("hidden_dim") or hidden_size(params)
         own = {
-            "attention.wq.weight": draw.matrix(dim, dim),
+            "attention.wq.weight": draw.matrix(rows, dim),
             "attention.wk.weight": draw.matrix(kv_rows, dim),
             "attention.wv.weight": draw.matrix(kv_rows, dim),
-            "attention.wo.weight": draw.matrix(dim, dim),
+            "attention.wo.weight": draw.matrix(dim, rows),
             "attention_norm.weight": draw.vector(dim, 1.0),
             "ffn_norm.weight": draw.vector(dim, 1.0),
         }
@@ -157,10 +161,14 @@ def make_weights(
             own["feed_forward.experts.w1"] = draw.matrix(experts, dim, inner, fan_in=dim)
             own["feed_forward.experts.w2"] = draw.matrix(experts, inner, dim, fan_in=inner)
             own["feed_forward.experts.w3"] = draw.matrix(experts, dim, inner, fan_in=dim)
-        branch = "feed_forward.shared_expert" if is_mixture(params, layer) else "feed_forward"
-        own[f"{branch}.w1.weight"] = draw.matrix(inner, dim)
-        own[f"{branch}.w2.weight"] = draw.matrix(dim, inner)
-        own[f"{branch}.w3.weight"] = draw.matrix(inner, dim)
+        branches = ["feed_forward.shared_expert" if is_mixture(params, layer) else "feed_forward"]
+        if experts_of_mixtral:
+            own["feed_forward.gate.weight"] = draw.matrix(experts_of_mixtral, dim)
+            branches = [f"feed_forward.experts.{expert}" for expert in range(experts_of_mixtral)]
+        for branch in branches:
+            own[f"{branch}.w1.weight"] = draw.matrix(inner, dim)
+            own[f"{branch}.w2.weight"] = draw.matrix(dim, inner)
+            own[f"{branch}.w3.weight"] = draw.matrix(inner, dim)
         weights.update({f"layers.{layer}.{name}": value for name, value in own.items()})
     weights["norm.weight"] = draw.vector(dim, 1.0)
     weights["output.weight"] = draw.matrix(vocabulary, dim)
@@ -200,11 +208,11 @@ def _vision_weights(params: dict, draw: _Draw) -> dict[str, torch.Tensor]:
 
 
 def _axis(name: str, embedding_axis: int) -> int | None:
-    """The axis along which a tensor is cut, None for a copy in each file."""
+    """Return the axis along which ranks split a tensor; None if each has a copy."""
     if name == "tok_embeddings.weight":
         return embedding_axis
     if ".experts." in name:
-        # Stacked, and `[in, out]`.
+        # [E, in, out]
         return 1 if name.endswith("w2") else 2
     *_, word, kind = name.split(".")
     if word in BY_INPUTS:
@@ -213,9 +221,9 @@ def _axis(name: str, embedding_axis: int) -> int | None:
 
 
 def split(weights: dict[str, torch.Tensor], files: int, embedding_axis: int) -> list[dict[str, torch.Tensor]]:
-    """What each of `files` model-parallel ranks holds of whole weights, by unfused names.
+    """Split whole weights over `files` model-parallel ranks; return each rank's tensors by unfused names.
 
-    The embedding is cut along its channels (1) in LLaMA 1 and 2, along the vocabulary (0) in Llama 3 and 4.
+    LLaMA 1 and 2 split the embedding along its channels (axis 1), Llama 3 and 4 along the vocabulary (axis 0).
     """
     ranks = [{} for _ in range(files)]
     for name, value in weights.items():
@@ -229,7 +237,7 @@ def split(weights: dict[str, torch.Tensor], files: int, embedding_axis: int) -> 
 
 
 def fuse(rank: dict[str, torch.Tensor], params: dict) -> dict[str, torch.Tensor]:
-    """One rank's unfused tensors as a Llama 4 release names and stacks them."""
+    """Fuse and rename one rank's tensors as releases of Llama 4 do."""
     fused = dict(rank)
     for layer in range(params["n_layers"]):
         own = f"layers.{layer}."
@@ -250,7 +258,7 @@ def fuse(rank: dict[str, torch.Tensor], params: dict) -> dict[str, torch.Tensor]
 
 
 def make_extras(params: dict) -> dict:
-    """Entries of release files that are not weights: frequencies, and Llama 4's statistics and opaque states."""
+    """Return the entries of Meta's files that are not weights: frequencies, and Llama 4's statistics and states."""
     frequencies = torch.rand(params["dim"] // params["n_heads"] // 2)
     names = ["rope.freqs", "freqs_cis"]
     if "n_kv_heads" not in params:
@@ -272,19 +280,19 @@ def make_extras(params: dict) -> dict:
 
 
 def in_one_storage(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The same tensors as slices of one storage, which is how the oldest files were saved."""
+    """Return the same tensors as slices of one storage, as in the oldest files."""
     whole = torch.cat([value.flatten() for value in tensors.values()])
     slices = whole.split([value.numel() for value in tensors.values()])
     return {name: part.view(value.shape) for (name, value), part in zip(tensors.items(), slices, strict=True)}
 
 
 def read_ranks(folder: Path) -> list[dict]:
-    """The content of a folder's files, in the order of Meta's loaders, read by plain torch."""
+    """Read a folder's files with `torch.load`, in order of rank."""
     return [torch.load(path, weights_only=False) for path in sorted(folder.glob("*.pth"))]
 
 
 def unfuse(rank: dict, params: dict, files: int) -> dict[str, torch.Tensor]:
-    """One rank's weights by unfused names, whichever names it has; what is not a weight is left out."""
+    """Return one rank's weights by unfused names, without the entries that are not weights; undo `fuse`."""
     head_dim = params["dim"] // params["n_heads"]
     key_rows = (params.get("n_kv_heads") or params["n_heads"]) // files * head_dim
     releases = {release: unfused for unfused, release in RELEASE_NAMES.items()}
@@ -312,7 +320,7 @@ def unfuse(rank: dict, params: dict, files: int) -> dict[str, torch.Tensor]:
 
 
 def join(ranks: list[dict[str, torch.Tensor]], embedding_axis: int) -> dict[str, torch.Tensor]:
-    """Whole weights from what each rank holds by unfused names; copies must be equal."""
+    """Join the ranks' tensors to whole weights, and check that copies are equal; undo `split`."""
     weights = {}
     for name in ranks[0]:
         parts = [rank[name] for rank in ranks]
@@ -326,14 +334,14 @@ def join(ranks: list[dict[str, torch.Tensor]], embedding_axis: int) -> dict[str,
 
 @cache
 def small_sentencepiece_model(vocabulary: int) -> bytes:
-    """A small SentencePiece model of LLaMA's kind: BPE, byte fallback, unk/bos/eos 0/1/2, no padding."""
+    """Train a small SentencePiece model as LLaMA's: BPE, byte fallback, unk/bos/eos 0/1/2, no padding."""
     words = "the quick brown fox jumps over lazy dog weights in and out llama".split()
     lines = [" ".join(words[i % 13] for i in range(start, start + 9)) for start in range(40)]
     return sentencepiece_model(lines, vocabulary, split_digits=True)
 
 
 def tiktoken_model(ranks: int) -> bytes:
-    """A small tiktoken file of Llama 4's kind: the 256 bytes, then pairs of lower-case letters."""
+    """Return the bytes of a tiktoken file of so many tokens: the 256 bytes, then pairs of letters."""
     tokens = [bytes([byte]) for byte in range(256)]
     tokens += [bytes([97 + i % 26, 97 + (3 * i + 1) % 26]) for i in range(26)][: ranks - 256]
     assert len(tokens) == ranks == len(set(tokens))

@@ -1,7 +1,7 @@
-"""Folders in Mistral AI's format, which share nothing with the package.
+"""Write folders in Mistral AI's format, without llamoe's converters, which they test.
 
 Sources: mistralai/mistral-inference, and transformers' former script convert_mixtral_weights_to_hf.py for the layout of
-the first release.
+the first release of Mixtral.
 """
 
 import json
@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 from support.meta_reference import decoder_logits
-from support.meta_releases import split
+from support.meta_releases import make_weights, split
 
-# Sizes never coincide: 6 heads on 2 key/value heads is a ratio of 3, and 6 * 8 is not 24.
+# No two sizes are equal, so that a confused axis fails: 6 heads share 2 key/value heads, and 6 * 8 is not 24.
 PARAMS = dict(
     dim=24, n_layers=2, head_dim=8, hidden_dim=40, n_heads=6, n_kv_heads=2, norm_eps=3e-5, vocab_size=53
 )
@@ -30,14 +30,15 @@ HF_NAMES = {
 
 @dataclass(frozen=True)
 class MistralCase:
-    """A small model of Mistral AI's.
+    """A small model in Mistral AI's format, with random weights.
 
     Attributes:
-        name: for the table of parity.
-        params: what params.json says besides `PARAMS`; None removes a key.
-        theta: rotary base that the model has.
-        windows: tokens that a token sees in each layer, itself and those before it; None: all.
-        layout: "safetensors", "pth", "slices", or "first release" (with Hugging Face's names in params.json).
+        name: its name in the table of parity.
+        params: entries of params.json that replace those of `PARAMS`; None removes a key.
+        theta: the rotary base.
+        windows: for each layer the number of tokens that a token attends to, itself included; None: no limit.
+        layout: "safetensors", "pth", "slices" (two files), or "first release" (with Hugging Face's names in
+            params.json).
     """
 
     name: str
@@ -59,42 +60,11 @@ class MistralCase:
         return "moe" in self.params or "num_local_experts" in self.params
 
     def weights(self, dtype=torch.float32) -> dict[str, torch.Tensor]:
-        """Draw weights under mistral-inference's names, all elements different."""
-        generator = torch.Generator().manual_seed(3)
-
-        def draw(*shape, scale=1.0):
-            return (torch.randn(shape, generator=generator) * scale).to(dtype)
-
-        size = self.sizes
-        dim, inner, head = size["dim"], size["hidden_dim"], size["head_dim"]
-        query, key = size["n_heads"] * head, size["n_kv_heads"] * head
-        weights = {
-            "tok_embeddings.weight": draw(size["vocab_size"], dim),
-            "norm.weight": 1 + draw(dim, scale=0.2),
-            "output.weight": draw(size["vocab_size"], dim, scale=dim**-0.5),
-        }
-        for layer in range(size["n_layers"]):
-            own = {
-                "attention.wq": draw(query, dim, scale=0.3),
-                "attention.wk": draw(key, dim, scale=0.3),
-                "attention.wv": draw(key, dim, scale=dim**-0.5),
-                "attention.wo": draw(dim, query, scale=query**-0.5),
-                "attention_norm": 1 + draw(dim, scale=0.2),
-                "ffn_norm": 1 + draw(dim, scale=0.2),
-            }
-            for place in [f"feed_forward.experts.{expert}" for expert in range(self.experts)] or [
-                "feed_forward"
-            ]:
-                own[f"{place}.w1"] = draw(inner, dim, scale=dim**-0.5)
-                own[f"{place}.w2"] = draw(dim, inner, scale=inner**-0.5)
-                own[f"{place}.w3"] = draw(inner, dim, scale=dim**-0.5)
-            if self.experts:
-                own["feed_forward.gate"] = draw(self.experts, dim, scale=0.5)
-            weights |= {f"layers.{layer}.{name}.weight": tensor for name, tensor in own.items()}
-        return weights
+        """Draw weights by mistral-inference's names."""
+        return make_weights(self.sizes, self.sizes["vocab_size"], dtype, seed=3)
 
     def write(self, folder: Path, weights: dict | None = None) -> Path:
-        """Write the folder in the case's layout."""
+        """Write a folder in the case's layout, with drawn weights by default; return the folder."""
         weights = self.weights() if weights is None else weights
         folder.mkdir(parents=True)
         params = {name: value for name, value in self.sizes.items() if value is not None}
@@ -116,17 +86,18 @@ class MistralCase:
         return folder
 
     def ids(self) -> torch.Tensor:
+        """Return token ids `[2, 19]`."""
         return torch.randint(0, self.sizes["vocab_size"], (2, 19), generator=torch.Generator().manual_seed(1))
 
     def logits(self, weights: dict, theta: float | None = None, windows: tuple | None = None) -> torch.Tensor:
-        """Logits `[2, T, V]` of `ids` by mistral-inference's maths in float64."""
+        """Compute the logits of `ids`, `[2, T, V]`, by mistral-inference's formulas in float64."""
         weights = {name: tensor.double() for name, tensor in weights.items()}
         params = self.sizes | MOE | {"rope_theta": theta or self.theta}
         return decoder_logits(weights, params, self.ids(), windows=windows or self.windows)
 
 
 def first_release(weights: dict, experts: int) -> dict:
-    """The names and shapes of the first release of Mixtral: the experts' rows in one matrix, w2 transposed."""
+    """Return weights by the names of Mixtral's first release, all experts' rows in one matrix, w2 transposed."""
     result = {}
     for name, tensor in weights.items():
         layer, _, rest = name.partition(".feed_forward.")
@@ -143,7 +114,7 @@ def first_release(weights: dict, experts: int) -> dict:
 
 
 def dealt_out(weights: dict, count: int) -> list[dict]:
-    """Whole tensors over files, in turn; the final norm is in two."""
+    """Distribute whole tensors over `count` files in turn; the last file has a second copy of the final norm."""
     files = [dict(list(weights.items())[rank::count]) for rank in range(count)]
     files[-1]["norm.weight"] = weights["norm.weight"].clone()
     return files

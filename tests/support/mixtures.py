@@ -1,4 +1,4 @@
-"""Experts and rows for them, and what they compute, written out in float64."""
+"""Make experts and rows for them, and compute their outputs in float64, written out as the reference."""
 
 from contextlib import contextmanager
 from unittest.mock import patch
@@ -10,7 +10,7 @@ from torch.nn import functional as F
 import llamoe
 from llamoe.modeling.moe import Experts, OutputFirstExperts
 
-# Odd sizes are not multiples of 16 bytes, which torch's grouped product refuses.
+# torch's grouped product refuses the odd sizes, which are no multiples of 16 bytes.
 SIZES = {
     "odd": dict(hidden_size=70, intermediate_size=51),
     "aligned": dict(hidden_size=64, intermediate_size=48),
@@ -18,7 +18,10 @@ SIZES = {
 
 
 def make_experts(sizes="odd", dtype=torch.float32, num_experts=5, is_output_first=False):
-    """Make experts of either layout; `sizes` is a key of `SIZES`, or sizes."""
+    """Make experts with stacks `[E, in, out]` or, if output-first, `[E, out, in]`.
+
+    `sizes` is a key of `SIZES`, or a dictionary as its values.
+    """
     sizes = SIZES[sizes] if isinstance(sizes, str) else sizes
     stock = stock_mixtral_config if is_output_first else stock_text_config
     config = llamoe.from_stock(stock(num_local_experts=num_experts, **sizes))
@@ -26,7 +29,7 @@ def make_experts(sizes="odd", dtype=torch.float32, num_experts=5, is_output_firs
 
 
 def make_rows(experts, num_tokens, top_k, dtype=torch.float32, past_the_end=False):
-    """Draw tokens `[T, H]`, ids of experts `[T, k]`, some past the last one if asked, and weights `[T, k]`."""
+    """Draw tokens `[T, H]`, expert ids `[T, k]`, some beyond the last expert if asked, and weights `[T, k]`."""
     generator = torch.Generator().manual_seed(num_tokens)
     hidden_size, _ = experts.sizes_of("down_proj")
     x = torch.randn(num_tokens, hidden_size, generator=generator).to(dtype)
@@ -36,7 +39,7 @@ def make_rows(experts, num_tokens, top_k, dtype=torch.float32, past_the_end=Fals
 
 
 def by_hand(experts, x, ids, weights):
-    """Compute in float64, one token and expert at a time."""
+    """Compute the experts' weighted outputs `[T, H]` in float64, one token and expert at a time."""
     gate_up, down = (
         [m.double() for m in experts.stack(name).matrices()] for name in ("gate_up_proj", "down_proj")
     )
@@ -53,6 +56,6 @@ def by_hand(experts, x, ids, weights):
 
 @contextmanager
 def forced(way):
-    """Have experts computed in one way, whatever their sizes and device."""
+    """Let `Experts.way` return `way`, whatever the experts' sizes and device."""
     with patch.object(Experts, "way", lambda *_: way):
         yield

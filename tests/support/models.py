@@ -1,4 +1,4 @@
-"""Small things that several test files use: tiny stock configs, weights without symmetry, measures."""
+"""Tiny configurations and models of all classes, their inputs, and comparisons of weights, outputs and gradients."""
 
 import copy
 from collections.abc import Callable
@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 from torch import nn
 from transformers import (
     AutoModel,
@@ -26,8 +27,8 @@ import llamoe
 from . import mended_stock  # noqa: F401
 
 # No two sizes are equal, so that a confused axis fails: 3 query heads share a key/value head, heads * head_dim (6 * 20)
-# is not the hidden size (72), and the vocabulary is odd. Five layers are a whole period of the layer pattern
-# (position-free, dense, mixture) and one layer more.
+# is not the hidden size (72), and the vocabulary is odd. Llama 4's pattern of layers (with and without rotary
+# embedding, dense and mixture) repeats after four layers; the tiny model has five.
 _SIZES = dict(
     vocab_size=101,
     hidden_size=72,
@@ -56,8 +57,8 @@ MIXTRAL = dict(
     num_experts_per_tok=2,
     sliding_window=16,
 )
-# Fields of a text config for tests whose time is ruled by the number of weights: a dense layer, and a mixture with
-# full attention and without positions.
+# Fields of a text config with two layers, for tests that take longer the more weights there are: a dense layer, and a
+# mixture with full attention and without rotary embedding.
 SHALLOW = dict(num_hidden_layers=2, moe_layers=[1], no_rope_layers=[1, 0])
 SHALLOW_VISION = dict(num_hidden_layers=2)
 VISION = dict(
@@ -71,7 +72,7 @@ VISION = dict(
     projector_output_dim=44,
     vision_output_dim=44,
 )
-# Types of rotary scaling, for the ten pairs of channels of the tiny configs; the values move the frequencies.
+# Parameters of each type of rotary scaling, chosen to change the frequencies of the tiny configs' ten channel pairs.
 FACTORS = [1.0 + 0.3 * pair for pair in range(10)]
 ROPES = {
     "default": dict(rope_theta=500.0),
@@ -98,23 +99,18 @@ IMAGE_TOKEN = 99
 TOKENS_PER_TILE = 4
 
 
-def stock_dense_config(**overrides) -> LlamaConfig:
-    """A tiny `LlamaConfig`."""
-    return LlamaConfig(**{**DENSE, **overrides})
-
-
-def stock_text_config(**overrides) -> Llama4TextConfig:
-    """A tiny `Llama4TextConfig`."""
-    return Llama4TextConfig(**{**TEXT, **overrides})
-
-
-def stock_mixtral_config(**overrides) -> MixtralConfig:
-    """A tiny `MixtralConfig`."""
-    return MixtralConfig(**{**MIXTRAL, **overrides})
+# Functions that return tiny configurations, with the fields that they are called with.
+stock_dense_config = partial(LlamaConfig, **DENSE)
+stock_text_config = partial(Llama4TextConfig, **TEXT)
+stock_mixtral_config = partial(MixtralConfig, **MIXTRAL)
+dense_config = partial(llamoe.LlamoeDenseConfig, **DENSE)
+mixtral_config = partial(llamoe.LlamoeMixtralConfig, **MIXTRAL)
+text_config = partial(llamoe.LlamoeTextConfig, **TEXT, num_experts_per_tok=2)
+vision_config = partial(llamoe.LlamoeVisionConfig, **VISION)
 
 
 def stock_multimodal_config(text: dict | None = None, vision: dict | None = None) -> Llama4Config:
-    """A tiny `Llama4Config`: 56-pixel tiles of 4 x 4 patches, four tokens a tile."""
+    """Return a tiny `Llama4Config`, with tiles of 56 pixels, 4 x 4 patches and four tokens."""
     return Llama4Config(
         text_config=Llama4TextConfig(**{**TEXT, **(text or {})}),
         vision_config=Llama4VisionConfig(**{**VISION, **(vision or {})}),
@@ -125,16 +121,16 @@ def stock_multimodal_config(text: dict | None = None, vision: dict | None = None
 
 
 def scaled_rope(name: str) -> dict:
-    """Fields of a decoder's config for an entry of `ROPES`."""
-    # 32 positions, so that `dynamic` scales passes of 50 tokens and not those of 20.
+    """Return the fields of a decoder's config for an entry of `ROPES`."""
+    # "dynamic" scales beyond `max_position_embeddings`: with 32, inputs of 50 tokens are scaled, those of 20 are not.
     parameters = {"rope_type": name, "rope_theta": 10000.0, **ROPES[name]}
     return dict(rope_parameters=parameters, max_position_embeddings=32 if name == "dynamic" else 256)
 
 
 def make_asymmetric(model: nn.Module, seed: int = 0) -> nn.Module:
-    """Draw weights that a wrong split, order or transpose cannot leave unchanged; logits have a deviation of about 1.
+    """Draw weights so that a wrong split, order or transpose changes results, and logits have a deviation near 1.
 
-    Columns grow in scale from left to right, norms and biases are no ones and zeros.
+    Columns grow in scale from left to right; the weights of norms are not all one, and biases not all zero.
     """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -151,16 +147,19 @@ def make_asymmetric(model: nn.Module, seed: int = 0) -> nn.Module:
 
 
 def draw(model_class: type[nn.Module], config, seed: int = 0) -> nn.Module:
-    """Build a model with weights of `make_asymmetric`, without the class's own initialisation."""
+    """Build a model with weights of `make_asymmetric`, and skip the class's own initialisation."""
     with no_init_weights():
         model = model_class(config)
-    # Tying weights is a part of the initialisation.
+    # The skipped initialisation would have tied the weights.
     model.tie_weights()
     return make_asymmetric(model, seed)
 
 
 def filled(model: nn.Module) -> nn.Module:
-    """Fill a large model with some random numbers again and again, which begin elsewhere in each matrix."""
+    """Fill a large model by repeating random numbers, which is faster than drawing all; return the model.
+
+    The count is a prime, so that each row and each expert begins at another of the numbers.
+    """
     numbers = torch.randn(1_000_003, generator=torch.Generator().manual_seed(0)) / 5
     for parameter in model.parameters():
         repeated = numbers.to(parameter.dtype).repeat(parameter.numel() // len(numbers) + 1)
@@ -174,9 +173,9 @@ def max_abs(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def stock_model(model_class: type[nn.Module], config, exact_in_bfloat16: bool = False) -> nn.Module:
-    """A stock model with weights of `make_asymmetric`, also where the head is the embedding.
+    """Build a stock model with weights of `make_asymmetric`, scaled for the head if it is tied to the embedding.
 
-    With `exact_in_bfloat16` casting changes no weight, so that only arithmetic tells the dtypes apart.
+    With `exact_in_bfloat16`, bfloat16 holds all weights exactly, so that dtypes differ by their arithmetic alone.
     """
     model = draw(model_class, config)
     with torch.no_grad():
@@ -187,70 +186,60 @@ def stock_model(model_class: type[nn.Module], config, exact_in_bfloat16: bool = 
 
 @torch.no_grad()
 def rounded_to_bfloat16(model: nn.Module) -> nn.Module:
-    """The same model with weights that bfloat16 holds exactly, so that only arithmetic differs."""
+    """Round a model's weights in place to numbers that bfloat16 holds exactly; return the model."""
     for parameter in model.parameters():
         parameter.copy_(parameter.bfloat16())
     return model
 
 
 def load_whole(model_class: type[nn.Module], folder, **kwargs) -> nn.Module:
-    """Load a folder by path; no key may be missing, left over or of another shape."""
+    """Load a folder, and check that no key is missing, unexpected or of another shape."""
     model, info = model_class.from_pretrained(folder, output_loading_info=True, **kwargs)
     assert not any(info.values()), info
     return model
 
 
+def tensors_in(folder) -> dict[str, torch.Tensor]:
+    """Return the tensors of all safetensors files in a folder by name."""
+    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+
+
 def assert_same_weights(given: dict, expected: dict) -> None:
-    """The same tensors under the same names, dtype by dtype and bit by bit."""
+    """Check that two state dicts have equal names, dtypes and bits."""
     assert given.keys() == expected.keys()
     for name, tensor in expected.items():
         assert given[name].dtype == tensor.dtype and torch.equal(given[name], tensor), name
 
 
 def deviation_in_range(logits: torch.Tensor) -> bool:
-    """Whether logits are of the size that an absolute tolerance was chosen for."""
+    """Return True if the deviation of logits is near 1, for which absolute tolerances were chosen."""
     return 0.3 < logits.float().std().item() < 3
 
 
 def rms(x: torch.Tensor) -> float:
-    """Root mean square of all elements."""
+    """Return the root mean square of all elements."""
     return x.float().square().mean().sqrt().item()
 
 
 def mixtures(model: nn.Module) -> dict[int, nn.Module]:
-    """The mixture blocks of a text model with a head, stock's or ours, by layer."""
+    """Return the mixture blocks of a causal Llama 4 model, stock's or ours, by layer."""
     blocks = {i: layer.feed_forward for i, layer in enumerate(model.model.layers)}
     return {i: block for i, block in blocks.items() if hasattr(block, "router")}
 
 
 def choices(router_logits: torch.Tensor, top_k: int) -> torch.Tensor:
-    """The experts that each token is sent to, in ascending order."""
+    """Return the ids of each token's experts in ascending order, `[T, k]`."""
     return router_logits.topk(top_k, dim=-1).indices.sort(-1).values
 
 
-# The inputs of the common model tests: several attention chunks of 16 and temperature floors of 8, in rows of which
-# two begin 5 and 17 tokens late.
+# Inputs of the common model tests: 53 tokens span several attention chunks of 16 and temperature floors of 8. The first
+# and last rows begin with 5 and 17 tokens of padding.
 LENGTH = 53
 PADDING = (5, 0, 17)
 
 
-def dense_config(**text):
-    return llamoe.LlamoeDenseConfig(**{**DENSE, **text})
-
-
-def mixtral_config(**text):
-    return llamoe.LlamoeMixtralConfig(**{**MIXTRAL, **text})
-
-
-def text_config(**text):
-    return llamoe.LlamoeTextConfig(**{**TEXT, "num_experts_per_tok": 2, **text})
-
-
-def vision_config(**fields):
-    return llamoe.LlamoeVisionConfig(**{**VISION, **fields})
-
-
 def multimodal_config(vision=None, **text):
+    """Return a tiny `LlamoeConfig`, with fields of its tower and of its decoder."""
     return llamoe.LlamoeConfig(
         text_config={**TEXT, **text},
         vision_config={**VISION, **(vision or {})},
@@ -260,13 +249,23 @@ def multimodal_config(vision=None, **text):
     )
 
 
-# Models that `Case.make` copies.
+# Models that `Case.make` has built and copies for each test.
 _BUILT = {}
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model class and what the tests must know of it."""
+    """A model class with the facts by which tests choose and build models.
+
+    Attributes:
+        name: of our class.
+        make_config: function that returns a tiny configuration, from fields of its decoder and `vision`.
+        auto_class: the Auto class that loads it.
+        stock_name: name of transformers' class for the same model; None if it has none.
+        is_text: takes token ids.
+        has_images: takes pictures.
+        has_experts: has mixtures.
+    """
 
     name: str
     make_config: Callable
@@ -278,12 +277,12 @@ class Case:
 
     @property
     def is_head(self):
-        """Whether it gives the logits of tokens."""
+        """True if the model returns logits of tokens."""
         return self.name.endswith(("ForCausalLM", "ForConditionalGeneration"))
 
     @property
     def is_llama4(self):
-        """Whether layers differ: mixtures and dense ones, chunked and position-free ones."""
+        """True if the decoder has Llama 4's pattern of different layers."""
         return self.has_experts and "Mixtral" not in self.name
 
     @property
@@ -291,16 +290,16 @@ class Case:
         return getattr(llamoe, self.name)
 
     def make(self, seed=0, **text):
-        """Return a fresh model: a copy of one that is built once, since drawing its weights takes longer."""
+        """Return a copy of a model that is built once, as drawing its weights takes longer than copying."""
         key = self, seed, repr(text)
         if key not in _BUILT:
-            # Restore the random state: a test must draw the same numbers whether it builds the model or copies it.
+            # A test must draw the same numbers later, whether it builds the model here or copies it.
             with torch.random.fork_rng(devices=[]):
                 _BUILT[key] = draw(self.model_class, self.make_config(**text), seed)
         return copy.deepcopy(_BUILT[key])
 
     def make_small(self, seed=0, **text):
-        """Return a model of two layers; a Llama 4 style one has a chunked dense and a position-free mixture layer."""
+        """Return a model of two layers; Llama 4's are a chunked dense layer, and a mixture without positions."""
         if self.is_text:
             text = {"num_hidden_layers": 2, **text}
         if self.is_llama4:
@@ -313,14 +312,14 @@ class Case:
         return model
 
     def stock_of(self, model):
-        """Return stock's model with the weights of one of ours."""
+        """Return transformers' model with the weights of `model`, which is one of ours."""
         stock_class = getattr(transformers, self.stock_name)
         stock = stock_class(stock_class.config_class(**llamoe.to_stock(model.config)))
         stock.load_state_dict(model.state_dict())
         return stock.train(model.training)
 
     def inputs(self, padding=PADDING, length=LENGTH):
-        """Rows without a token twice in a row, left-padded; row 1 has two tiles, row 2 one."""
+        """Return the inputs of left-padded rows, one for each number of `padding`; row 1 has two tiles, row 2 one."""
         generator = torch.Generator().manual_seed(1)
         inputs = {}
         tiles = 0
@@ -340,7 +339,7 @@ class Case:
         return inputs
 
     def row(self, inputs, row):
-        """One row of `inputs` on its own, without its padding."""
+        """Return the inputs of one row, without its padding."""
         pad = int((inputs["attention_mask"][row] == 0).sum())
         alone = {name: inputs[name][row : row + 1, pad:] for name in ("input_ids", "attention_mask")}
         if self.has_images and row:
@@ -389,34 +388,37 @@ SHALLOW_MODELS = [shallow(case) for case in MODELS]
 
 
 def for_models(*wanted, models=MODELS):
-    """Parametrise over the classes that have all of these."""
+    """Parametrise a test over the cases for which all attributes of these names are true."""
     chosen = [case for case in models if all(getattr(case, name) for name in wanted)]
     return pytest.mark.parametrize("case", chosen, ids=lambda case: case.name)
 
 
 def random_ids(rows, length, seed=0):
-    """Ids of tokens that are no special ones, `[rows, length]`."""
+    """Draw ids of ordinary tokens, `[rows, length]`."""
     return torch.randint(3, 90, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
 def padding_mask(padding, length):
-    """Zeros on so many tokens at the beginning of each row."""
+    """Return the attention mask of left-padded rows, `[rows, length]`; `padding` has a number for each row."""
     return (torch.arange(length) >= torch.tensor(padding)[:, None]).long()
 
 
 def main_output(output):
+    """Return the logits of a model's output, or its last hidden state if it has none."""
     return output.logits if "logits" in output else output.last_hidden_state
 
 
 @torch.no_grad()
 def run(model, **inputs):
+    """Call a model without gradients, and return its `main_output`."""
     return main_output(model(**inputs))
 
 
 def loss_and_gradients(model, inputs, call=None, **options):
-    """The loss of a pass for the same seed every time, and the gradient of each weight that has one.
+    """Run a model forward and backward with a fixed seed; return its loss, and its gradients by name.
 
-    Without `labels` among the options it is the mean square of the output; `call` is what runs in the model's place.
+    Without `labels` the loss is the mean square of the output. `call` is called in place of the model, for example the
+    compiled model.
     """
     torch.manual_seed(0)
     model.zero_grad()
@@ -427,7 +429,7 @@ def loss_and_gradients(model, inputs, call=None, **options):
 
 
 def assert_same_gradients(given, expected, tolerance=1e-5, of_loss=1e-6):
-    """What `loss_and_gradients` gives, relative to the largest gradient of each weight; sums are in another order."""
+    """Compare two results of `loss_and_gradients`, relative to the loss and to each weight's largest gradient."""
     assert given[0] == pytest.approx(expected[0], rel=of_loss)
     assert given[1].keys() == expected[1].keys()
     for name, gradient in expected[1].items():
@@ -435,7 +437,7 @@ def assert_same_gradients(given, expected, tolerance=1e-5, of_loss=1e-6):
 
 
 def generate(model, inputs, **options):
-    """What `generate` returns for the same seed every time; eight tokens by greedy search if not told otherwise."""
+    """Call `generate` with a fixed seed, by default for eight tokens by greedy search."""
     torch.manual_seed(0)
     return model.generate(
         **inputs, **{"max_new_tokens": 8, "do_sample": False, "eos_token_id": -1, **options}
@@ -443,5 +445,5 @@ def generate(model, inputs, **options):
 
 
 def new_tokens(model, inputs, **options):
-    """The part of it that was not in `input_ids`."""
+    """Return the generated tokens without the prompt."""
     return generate(model, inputs, **options)[:, inputs["input_ids"].shape[1] :]

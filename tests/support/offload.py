@@ -1,4 +1,4 @@
-"""Small mixtures of sizes that never coincide, the models that they are loaded into, and a cache to compare with."""
+"""Small mixtures, loaded with experts in memory and offloaded, and a simulated cache of experts to compare with."""
 
 from collections.abc import Collection, Iterable
 from pathlib import Path
@@ -26,20 +26,20 @@ MIXTRAL = {
 
 
 def text_model(**changes) -> llamoe.LlamoeForCausalLM:
-    """A Llama-4-style mixture with random weights that tell experts apart."""
+    """Build a small Llama 4 decoder, with weights large enough that the choice of experts changes its logits."""
     torch.manual_seed(0)
     return llamoe.LlamoeForCausalLM(llamoe.LlamoeTextConfig(**{**TEXT, "initializer_range": 0.2, **changes}))
 
 
 def mixtral(**changes) -> llamoe.LlamoeMixtralForCausalLM:
-    """A small Mixtral, which is saved with one linear layer an expert."""
+    """Build a small Mixtral."""
     torch.manual_seed(1)
     config = llamoe.LlamoeMixtralConfig(**{**MIXTRAL, "initializer_range": 0.2, **changes})
     return llamoe.LlamoeMixtralForCausalLM(config)
 
 
 def without_kernels(monkeypatch) -> None:
-    """Compute experts as accelerators do, for which the CPU may stand in: they have none of its kernels."""
+    """Disable the compiled CPU kernels, where the CPU stands in for an accelerator."""
     monkeypatch.setattr(cpp_kernels, "_library", None)
 
 
@@ -47,11 +47,11 @@ KINDS = (
     "text", "text of 16 bits", "two experts a token", "mixtral", "int4", "int8", "mixtral in nf4",
     "8 bits of bitsandbytes",
 )  # fmt: skip
-"""Models and formats that `save_kind` knows: plain ones first, then others."""
+"""Models and formats that `save_kind` writes; the first four are not quantized."""
 
 
 def save_kind(kind: str, folder: Path, plain: Path) -> None:
-    """Save a small mixture; `plain` is an empty folder for what is quantized to it."""
+    """Save the mixture of an entry of `KINDS`; `plain` is an empty folder for the weights before quantization."""
     if kind == "text":
         text_model().save_pretrained(folder)
     elif kind == "text of 16 bits":
@@ -61,15 +61,15 @@ def save_kind(kind: str, folder: Path, plain: Path) -> None:
     elif kind == "mixtral":
         mixtral().to(torch.bfloat16).save_pretrained(folder)
     else:
+        is_ours = kind in ("int4", "int8")
         # With sizes 72 and 52, the last block of bitsandbytes is half full.
-        sizes = {"hidden_size": 128, "intermediate_size": 96} if kind in ("int4", "int8") else {}
+        hidden_size, intermediate_size = (128, 96) if is_ours else (72, 52)
         make = mixtral if kind.startswith("mixtral") else text_model
-        make(**sizes or {"hidden_size": 72, "intermediate_size": 52}).to(torch.bfloat16).save_pretrained(
-            plain
-        )
-        config: Any = llamoe.QuantizationConfig(kind) if sizes else BitsAndBytesConfig(load_in_8bit=True)
+        model = make(hidden_size=hidden_size, intermediate_size=intermediate_size)
+        model.to(torch.bfloat16).save_pretrained(plain)
+        config: Any = llamoe.QuantizationConfig(kind) if is_ours else BitsAndBytesConfig(load_in_8bit=True)
         if "nf4" in kind:
-            # Scales are codes themselves, and files hold the bytes of codes in another dtype.
+            # Nested quantization stores the scales as codes too; the files store codes as bytes of bfloat16.
             config = BitsAndBytesConfig(
                 load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
                 bnb_4bit_compute_dtype=torch.bfloat16, bnb_4bit_quant_storage=torch.bfloat16,
@@ -79,13 +79,13 @@ def save_kind(kind: str, folder: Path, plain: Path) -> None:
 
 
 def expert_bytes(model) -> int:
-    """Bytes of one expert."""
+    """Return the bytes of one expert."""
     experts = next(module for name, module in model.named_modules() if name.endswith(".experts"))
     return sum(tensor[0].nbytes for tensor in [*experts.parameters(), *experts.buffers()])
 
 
 def counts(model) -> SimpleNamespace:
-    """Return the statistics summed over all layers."""
+    """Return hits, misses and bytes read, summed over all layers."""
     layers = model.experts_statistics().values()
     return SimpleNamespace(
         **{name: sum(layer[name] for layer in layers) for name in ("hits", "misses", "bytes_read")}
@@ -93,7 +93,7 @@ def counts(model) -> SimpleNamespace:
 
 
 def load_both(folder, experts: int = 3, cls=None, **kwargs):
-    """The model of a folder in memory, and with room for so many experts, which are on disk."""
+    """Load a folder twice: with all experts in memory, and with memory for `experts` of the experts on disk."""
     cls, kwargs = cls or llamoe_class(folder), {"dtype": "auto", **kwargs}
     resident = cls.from_pretrained(folder, **kwargs).eval()
     memory = experts * expert_bytes(resident)
@@ -104,20 +104,20 @@ def load_both(folder, experts: int = 3, cls=None, **kwargs):
 
 @torch.no_grad()
 def check_equal(resident, offloaded, ids) -> None:
-    """Check that logits are equal bit for bit: of a prompt, a token, a token in each row, and a few."""
-    for each in (ids, ids[:1, :1], ids[:, :1], ids[:1, :3]):
-        assert torch.equal(resident(each).logits, offloaded(each).logits)
+    """Check that both models return equal bits of logits, for the whole of `ids` and for few tokens."""
+    for part in (ids, ids[:1, :1], ids[:, :1], ids[:1, :3]):
+        assert torch.equal(resident(part).logits, offloaded(part).logits)
     assert not offloaded._stores() or counts(offloaded).misses > 0
 
 
 def freeze_experts(model) -> None:
-    """Let everything but experts be trained."""
+    """Set `requires_grad` for all weights but those of experts."""
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(".experts." not in name)
 
 
 def llamoe_class(folder):
-    """The class that a folder was saved from."""
+    """Return our class for a folder's `architectures`."""
     import json
 
     name = json.loads(Path(folder, "config.json").read_text())["architectures"][0]
@@ -125,7 +125,7 @@ def llamoe_class(folder):
 
 
 def put_in_store(model, place: str, memory, is_remote: bool) -> None:
-    """Move a model's experts to a store of another kind; the CPU stands in for an accelerator if `is_remote`."""
+    """Replace a model's store of experts by another at `place`; if `is_remote`, the CPU acts as an accelerator."""
     from llamoe.modeling.offload.store import Store
 
     (old,) = model._stores()
@@ -138,7 +138,7 @@ def put_in_store(model, place: str, memory, is_remote: bool) -> None:
 
 
 def train(model, ids, steps: int = 3, config=None, **more):
-    """Train an adapter of attention, shared and routed experts, and give it, its losses and its weights."""
+    """Train a new adapter for some steps; return the adapted model, its losses and the trained weights."""
     import peft
 
     torch.manual_seed(3)
@@ -159,7 +159,7 @@ def train(model, ids, steps: int = 3, config=None, **more):
 
 
 def asked_in(trace: llamoe.ExpertTrace) -> list[list[tuple[int, int]]]:
-    """Of each pass the layers and experts that it asks for, in their order."""
+    """Return for each forward the (layer, expert) pairs that it needs, in their order."""
     return [
         [
             (layer, expert)
@@ -170,41 +170,28 @@ def asked_in(trace: llamoe.ExpertTrace) -> list[list[tuple[int, int]]]:
     ]
 
 
-class _Arrived:
-    """Stands for a matrix that is there (`Entry.arrival`)."""
-
-    def done(self) -> bool:
-        return True
-
-    def failed(self) -> bool:
-        return False
-
-
 def simulate(passes: Iterable[Collection[tuple[int, int]]], slots: int) -> list[tuple[int, int]]:
-    """Hits and misses of each pass, by the store's own table of slots, without matrices."""
+    """Return hits and misses of each forward, by the store's own cache policy but without matrices."""
     cache, counts = MatrixCache(slots), []
+    arrival = SimpleNamespace(done=lambda: True, failed=lambda: False)
     for experts in passes:
         hits = 0
         for expert in experts:
             if cache.get(expert) is not None:
                 hits += 1
             else:
-                cache.put(expert).arrival = _Arrived()
+                cache.put(expert).arrival = arrival
         counts.append((hits, len(experts) - hits))
     return counts
 
 
 def simulate_lru(keys: Iterable[tuple[int, int]], slots: int) -> tuple[int, int]:
-    """Count hits and misses of a cache that all layers share."""
-    held: dict[tuple[int, int], None] = {}
-    hits = misses = 0
+    """Return hits and misses of a cache that evicts the least recently used expert, shared by all layers."""
+    held, hits, total = [], 0, 0
     for key in keys:
+        total += 1
         if key in held:
-            del held[key]
+            held.remove(key)
             hits += 1
-        else:
-            misses += 1
-            if len(held) == slots:
-                del held[next(iter(held))]
-        held[key] = None
-    return hits, misses
+        held = [*held, key][-slots:]
+    return hits, total - hits

@@ -1,4 +1,4 @@
-"""Where the tests find the examples, and the programs that they start."""
+"""Paths of the repository, and the environment of programs that tests start."""
 
 import os
 from pathlib import Path
@@ -11,6 +11,6 @@ TINY = EXAMPLES / "llamoe-tiny"
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """Environment of a program that imports `support`: this process's, one thread, and `variables`."""
+    """Return this process's environment for a program that imports `support`, with one thread and `variables`."""
     path = filter(None, [str(TESTS), os.environ.get("PYTHONPATH")])
     return os.environ | {"PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"} | variables

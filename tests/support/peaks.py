@@ -1,4 +1,4 @@
-"""Measure the peak memory of a function by Linux's count for the process, which must do nothing else meanwhile."""
+"""Measure the peak memory of a function by Linux's count for the process, so nothing else may run meanwhile."""
 
 import ctypes
 import gc
@@ -12,15 +12,15 @@ from typing import Any
 
 
 def status(name: str) -> int:
-    """Bytes of a field of /proc/self/status, as `RssAnon`, the memory that is no map of a file."""
+    """Return a field of /proc/self/status in bytes, for example `RssAnon`, the memory that maps no file."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * int(next(line.split()[1] for line in lines if line.startswith(name)))
 
 
 def settle() -> None:
-    """Return free memory to the system, and allocate large tensors by mmap from now on.
+    """Return free memory to the system, and allocate tensors of 64 KB and more by mmap from now on.
 
-    Memory that is freed between other blocks of the heap may or may not be returned, by chance.
+    Memory that lies between used blocks of the heap is not returned to the system when it is freed; mapped memory is.
     """
     allocator, M_MMAP_THRESHOLD = ctypes.CDLL(None), -3
     assert allocator.mallopt(M_MMAP_THRESHOLD, 1 << 16)
@@ -29,8 +29,8 @@ def settle() -> None:
 
 
 def peak_of(work: Callable[[], Any]) -> tuple[Any, int]:
-    """What a function gives, and by how many bytes the process's own memory was larger than before at its peak."""
-    # The numbers that `RssAnon` is computed from. Asking for all of status so often took half of the processor.
+    """Call `work`; return its result, and the growth of the process's own memory at its peak, in bytes."""
+    # `RssAnon` is computed from these two numbers. Reading all of status so often took half of a processor.
     statm = os.open("/proc/self/statm", os.O_RDONLY)
 
     def own() -> int:
@@ -47,9 +47,9 @@ def peak_of(work: Callable[[], Any]) -> tuple[Any, int]:
     thread = threading.Thread(target=poll)
     thread.start()
     try:
-        found = work()
+        result = work()
     finally:
         done.set()
         thread.join()
         os.close(statm)
-    return found, highest[0] - base
+    return result, highest[0] - base

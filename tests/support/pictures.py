@@ -25,7 +25,7 @@ WORDS = ["user", "assistant", "what", "is", "in", "the", "picture", "and", "this
 
 
 def make_processor(processor_class=Llama4Processor, size=56, max_patches=16):
-    """A processor of 56-pixel tiles, four tokens each."""
+    """Return a processor whose tiles have `size` x `size` pixels, 56 and four tokens by default."""
     vocabulary = {token: index for index, token in enumerate(["[UNK]", *WORDS, *SPECIAL])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -41,7 +41,7 @@ def make_processor(processor_class=Llama4Processor, size=56, max_patches=16):
 
 
 def drawn(mode):
-    """A picture of 60 x 40 pixels whose colours grow from left to right and from top to bottom, each at its speed."""
+    """Return a picture of 60 x 40 pixels in a mode of PIL, whose channels grow differently along x and y."""
     y, x = np.mgrid[:40, :60]
     picture = Image.fromarray(np.stack([x * 4, y * 6, (x + y) * 2], axis=-1).astype(np.uint8))
     if mode in ("RGBA", "LA"):
@@ -50,7 +50,7 @@ def drawn(mode):
 
 
 def encode(picture, file_format, **options):
-    """The bytes of a file."""
+    """Return the bytes of a picture's file."""
     content = io.BytesIO()
     picture.save(content, format=file_format, **options)
     return content.getvalue()

@@ -1,9 +1,8 @@
-"""Runs Python programs in processes that begin with torch and transformers imported.
+"""Run Python programs in processes that begin with torch and transformers imported.
 
-Importing them takes most of a short program's time. A server imports them once and forks for every program
-(multiprocessing's `forkserver`). A test process has one such server, and this file alone says what it imports: never
-llamoe, which reads its environment when it is imported. What must begin as a user's process does, and what asks for the
-memory or the time of the import, is started with `subprocess`.
+The imports take most of a short program's time. A server process (multiprocessing's `forkserver`) imports both once and
+forks for every program. It does not import llamoe, which reads the environment when it is imported. A test must use
+`subprocess` if its program has to begin as a user's process, or if it measures memory or time of the imports.
 """
 
 import gc
@@ -24,8 +23,8 @@ from transformers.utils import hub
 
 from . import mended_stock  # noqa: F401
 
-_PROCESSES = multiprocessing.get_context("forkserver")
-_PROCESSES.set_forkserver_preload(
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload(
     [
         "torch",
         "transformers",
@@ -40,18 +39,18 @@ def start(arguments, output, errors, cwd=None, env=None):
     """Start `python ARGUMENTS`, where the arguments begin with `-c`, `-m` or a script's path.
 
     Args:
-        arguments: of Python.
-        output: path of a file for what the program prints.
-        errors: path of a file for its errors; may be the same.
-        cwd: folder in which it runs; this process's by default.
-        env: its environment; this process's by default.
+        arguments: command-line arguments of Python.
+        output: path of a file to which standard output is appended.
+        errors: path of a file for standard error; may be the same.
+        cwd: working directory of the program; this process's by default.
+        env: environment of the program; this process's by default.
 
     Returns:
         a `multiprocessing` process.
     """
     arguments = [str(argument) for argument in arguments]
     env = dict(os.environ if env is None else env)
-    process = _PROCESSES.Process(
+    process = PROCESSES.Process(
         target=_execute, args=(arguments, str(output), str(errors), str(cwd or Path.cwd()), env)
     )
     process.start()
@@ -59,8 +58,8 @@ def start(arguments, output, errors, cwd=None, env=None):
 
 
 def call(module, function, *arguments):
-    """Start a process that calls a function of a module, which only that process imports."""
-    process = _PROCESSES.Process(target=_call, args=(module, function, arguments))
+    """Start a process that imports a module and calls one of its functions; return the process."""
+    process = PROCESSES.Process(target=_call, args=(module, function, arguments))
     process.start()
     return process
 
@@ -81,7 +80,10 @@ def run(arguments, cwd=None, env=None, timeout=300) -> subprocess.CompletedProce
 
 
 def together(arguments, folder, count, timeout):
-    """Run a program to its end in processes that torch.distributed can join; what each prints is left in a folder."""
+    """Run a program in `count` processes with the environment of torch.distributed; fail unless all exit with 0.
+
+    Each process writes its output to a file in `folder`; the processes are killed after `timeout` seconds.
+    """
     outputs = [Path(folder, f"output-{rank}.txt") for rank in range(count)]
     processes, end = [], time.monotonic() + timeout
     try:
@@ -99,7 +101,7 @@ def together(arguments, folder, count, timeout):
 
 
 def in_place_of_subprocess(monkeypatch, module):
-    """Let a module that starts Python with `subprocess.run` start it here, where imports are done."""
+    """Replace `subprocess.run` in a module by `run`, which starts Python faster."""
 
     def run_python(command, cwd=None, env=None, **_):
         assert command[0] == sys.executable
@@ -122,15 +124,15 @@ def _execute(arguments, output, errors, cwd, env):
     os.environ.clear()
     os.environ.update(env)
     if "HF_MODULES_CACHE" in env:
-        # transformers reads it when it is imported.
+        # transformers has read this variable at its import, before the fork.
         for module in (hub, dynamic_module_utils):
             module.HF_MODULES_CACHE = env["HF_MODULES_CACHE"]
     os.chdir(cwd)
-    # Collections would go through a million objects of the libraries, and copy the memory that they lie in. Of what
-    # the program makes they are as rare as in the tests.
+    # Otherwise each garbage collection would visit a million objects of the libraries, and copy their memory pages,
+    # which are shared with the server until they are written to. The thresholds are those of the tests.
     gc.freeze()
     gc.set_threshold(20_000, 10, 10)
-    # Threads that one process starts are lost in those that it forks.
+    # A forked process has none of its parent's threads.
     torch.set_num_threads(1)
     sys.path[:0] = filter(None, env.get("PYTHONPATH", "").split(os.pathsep))
     match arguments:

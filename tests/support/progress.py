@@ -1,18 +1,23 @@
-"""A progress object for conversions that counts bytes, and calls a function once on the way."""
+"""A progress object for conversions that counts bytes, and calls a function, raises or kills at some share of them."""
 
+import os
+import signal
 from collections.abc import Callable
+from typing import Any
+
+from support import programs
 
 
 class Progress:
-    """Counts the bytes of a run.
+    """Counts the bytes of a conversion.
 
     Attributes:
-        total: bytes of the whole run, from `start`.
-        done: bytes so far, summed by `advance`.
+        total: bytes of the whole conversion.
+        done: bytes so far.
     """
 
     def __init__(self, act: Callable | None = None, share: float = 0.5):
-        """Store `act`, which is called once when this share of all bytes is done; at the start if the share is 0."""
+        """Call `act` once, when this share of all bytes is done; a share of 0 is at the start."""
         self.act, self.share = act, share
         self.total = self.done = 0
 
@@ -28,9 +33,20 @@ class Progress:
 
 
 def stops(error: BaseException, share: float) -> Progress:
-    """Return a progress that raises an error after a share of all bytes."""
+    """Return a progress object that raises `error` when this share of all bytes is done."""
 
     def stop():
         raise error
 
     return Progress(stop, share)
+
+
+def kill_halfway(write: Callable, *args: Any, share: float = 0.6, **options: Any) -> None:
+    """Call a command of `llamoe.conversion` in a new process, killed when this share of its bytes is written."""
+    process = programs.call(__name__, "_write_until_killed", write, args, options, share)
+    process.join(120)
+    assert process.exitcode == -signal.SIGKILL, process.exitcode
+
+
+def _write_until_killed(write: Callable, args: tuple, options: dict, share: float) -> None:
+    write(*args, **options, progress=Progress(lambda: os.kill(os.getpid(), signal.SIGKILL), share))

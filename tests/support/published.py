@@ -1,6 +1,7 @@
-"""Linear layers as published folders pack them in 4 bits: by a format's own tool, or written out from its description.
+"""Write folders with packed weights as they are published: compressed-tensors, GPTQ, AWQ and float8.
 
-A weight is (code - zero) * scale, with codes `[out, in]`, zeros and scales `[out, groups]`.
+Tensors are packed by the format's own tool, or here by the format's description. A weight is (code - zero) * scale,
+with codes `[out, in]`, and zeros and scales `[out, groups]`.
 """
 
 import json
@@ -17,7 +18,7 @@ import llamoe
 from .few_bits import SIZES
 from .models import stock_multimodal_config
 
-# What stands in the config.json of a folder, beside the size of groups.
+# The `quantization_config` of each 4-bit format, without the group size.
 CONFIGS = {
     "symmetric": {"quant_method": "compressed-tensors", "format": "pack-quantized"},
     "asymmetric": {"quant_method": "compressed-tensors", "format": "pack-quantized"},
@@ -26,7 +27,8 @@ CONFIGS = {
     "awq": {"quant_method": "awq", "bits": 4, "version": "gemm", "zero_point": True},
 }
 KINDS = tuple(CONFIGS)
-# 8 bits, as numbers of float8 or whole ones, with a scale for each output, for the matrix, or for a block. Zeros are 0.
+# Formats with numbers of float8 or int8, and what has one scale: each output ("channel"), the matrix, or each block.
+# Their zeros are 0.
 EIGHT_BITS = {
     "float8": "channel",
     "float8 whole": "tensor",
@@ -34,12 +36,14 @@ EIGHT_BITS = {
     "int8": "channel",
     "fp8": "block",
 }
+# Outputs and inputs of a block with one scale.
 BLOCK = (48, 80)
+# AWQ's order of eight codes in a word of 32 bits.
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 def config_of(kind, group_size):
-    """The `quantization_config` of a folder; `group_size` None is one scale an output."""
+    """Return the `quantization_config` of a folder; with `group_size` None each output has one scale."""
     if kind == "fp8":
         return {"quant_method": "fp8", "weight_block_size": BLOCK, "activation_scheme": "dynamic"}
     if kind in EIGHT_BITS:
@@ -63,19 +67,19 @@ def config_of(kind, group_size):
 
 
 def numbers(kind, num_out, num_in, group_size):
-    """Codes, zeros and scales of a matrix; no two outputs or groups are alike, and every code occurs."""
+    """Draw codes `[out, in]`, zeros and scales `[out, groups]` of a matrix; outputs and groups differ."""
     groups = -(-num_in // group_size) if group_size else 1
     if kind in EIGHT_BITS:
-        # torch 2.11 makes NaN of what is beyond the largest number, 448.
+        # torch 2.11 casts numbers beyond 448, the largest of float8, to NaN.
         codes = (100 * torch.randn(num_out, num_in)).clamp(-448, 448).to(torch.float8_e4m3fn).float()
         codes = codes.round().clamp(-128, 127) if kind == "int8" else codes
         block = {"channel": (1, num_in), "tensor": (num_out, num_in), "block": BLOCK}[EIGHT_BITS[kind]]
-        shape = [-(-size // each) for size, each in zip((num_out, num_in), block, strict=True)]
+        shape = [-(-size // step) for size, step in zip((num_out, num_in), block, strict=True)]
         scale = (0.2 + torch.rand(shape)).bfloat16() / num_in**0.5 / 100
         scale = scale.repeat_interleave(block[0], 0)[:num_out]
         return codes, torch.zeros_like(scale), scale
     codes = torch.randint(0, 16, (num_out, num_in))
-    # The first version of GPTQ's format cannot say 0.
+    # The first version of GPTQ's format cannot store a zero point of 0.
     zero = torch.randint(1, 16, (num_out, groups))
     if kind == "symmetric":
         zero = torch.full_like(zero, 8)
@@ -83,7 +87,7 @@ def numbers(kind, num_out, num_in, group_size):
 
 
 def weight_of(codes, zero, scale, group_size):
-    """What the numbers mean, in float32."""
+    """Dequantize a matrix to float32, `[out, in]`."""
     groups = torch.arange(codes.shape[1]) // (
         group_size or (BLOCK[1] if scale.shape[1] > 1 else codes.shape[1])
     )
@@ -91,10 +95,10 @@ def weight_of(codes, zero, scale, group_size):
 
 
 def pack(kind, codes, zero, scale, group_size):
-    """The tensors of a linear layer, by the last part of their names."""
+    """Pack a matrix; return the tensors of its linear layer by the last part of their names."""
     if kind in EIGHT_BITS:
         step = {"channel": 1, "tensor": len(scale), "block": BLOCK[0]}[EIGHT_BITS[kind]]
-        # compressed-tensors writes one scale as [1].
+        # compressed-tensors stores a single scale in the shape [1].
         scales = scale[0] if EIGHT_BITS[kind] == "tensor" else scale[::step].contiguous()
         codes = codes.to(torch.int8 if kind == "int8" else torch.float8_e4m3fn)
         return {"weight": codes, "weight_scale_inv" if kind == "fp8" else "weight_scale": scales}
@@ -110,45 +114,39 @@ def pack(kind, codes, zero, scale, group_size):
         "qzeros": _words(stored.T),
         "scales": scale.T.contiguous(),
         "g_idx": groups.int(),
-        # Written by AutoGPTQ for layers that have none.
+        # AutoGPTQ writes zeros for layers without a bias.
         "bias": torch.zeros(len(codes), dtype=torch.float16),
     }
 
 
 def _words(codes, order=range(8)):
-    """Eight codes of a row in a word; the one of a number in `order` stands at its place there, lowest bits first."""
+    """Pack each eight codes of a row into a word `[rows, columns / 8]`; code `order[0]` is in the lowest bits."""
     words = torch.zeros(len(codes), codes.shape[1] // 8, dtype=torch.int64)
-    for place, number in enumerate(order):
-        words |= codes[:, number::8] << 4 * place
+    for position, number in enumerate(order):
+        words |= codes[:, number::8] << 4 * position
     return torch.where(words < 1 << 31, words, words - (1 << 32)).int()
 
 
-def scheme_of(kind, group_size):
-    """compressed-tensors' own object for the weights."""
-    quantization = pytest.importorskip("compressed_tensors.quantization", reason="needs compressed-tensors")
-    [group] = config_of(kind, group_size)["config_groups"].values()
-    return quantization.QuantizationScheme(**group)
-
-
 def _by_compressed_tensors(kind, codes, zero, scale, group_size):
-    scheme = scheme_of(kind, group_size)
-    from compressed_tensors.compressors import PackedQuantizationCompressor
+    compressors = pytest.importorskip("compressed_tensors.compressors", reason="needs compressed-tensors")
+    from compressed_tensors.quantization import QuantizationScheme
 
+    [group] = config_of(kind, group_size)["config_groups"].values()
     tensors = {
         "weight": weight_of(codes, zero, scale, group_size),
         "weight_scale": scale,
         "weight_zero_point": (zero - 8).to(torch.int8),
     }
-    return PackedQuantizationCompressor.compress(tensors, scheme)
+    return compressors.PackedQuantizationCompressor.compress(tensors, QuantizationScheme(**group))
 
 
-# Gate and up of an expert together fill blocks of 64 outputs, but each alone does not.
 _SIZES = SIZES | {"head_dim": 32}
-# Each token takes all experts: a choice of some could change with the order of sums, which processors decide.
+# The 192 outputs of gate and up together are blocks of 64, the 96 of each alone are not. Each token takes all experts:
+# another order of sums, which differs between processors, could change the choice of some experts.
 _MIXTURE = dict(intermediate_size=96, num_local_experts=3, num_experts_per_tok=3)
 
 
-def _config(family, changes):
+def stock_config(family, changes):
     if family == "llama":
         return transformers.LlamaConfig(**_SIZES | {"intermediate_size": 320} | changes)
     fields = _SIZES | _MIXTURE | changes
@@ -173,36 +171,41 @@ OURS = {
 
 
 class Published(NamedTuple):
-    """A folder as somebody published it, and transformers' model with the weights that it means, in float32."""
+    """A folder with packed weights, and transformers' model with the dequantized weights in float32.
+
+    Attributes:
+        path: of the folder.
+        stock: transformers' model.
+        numbers: codes, zeros and scales of the packed linear layers, by the layers' names in the folder.
+    """
 
     path: Path
     stock: torch.nn.Module
-    # Codes, zeros and scales of the linear layers, by the names in the folder's files.
     numbers: dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 
 
 @torch.no_grad()
 def publish(path, family, kind, group_size=32, kept=(), packs=(), spelling="stock", config=None, **fields):
-    """Write a folder with packed weights.
+    """Write a folder of a small model with packed weights; return a `Published`.
 
     Args:
         path: of the new folder.
-        family: of `STOCK`.
-        kind: of `CONFIGS`.
-        group_size: None for one scale an output.
-        kept: what is in the names of layers that stay in 16 bits, beside heads and routers.
-        packs: the last parts of the names of heads and routers that are packed, too.
-        spelling: of the names of Mixtral's experts: "stock" as in transformers 4, or "mlp".
+        family: a key of `STOCK`.
+        kind: a key of `CONFIGS` or `EIGHT_BITS`.
+        group_size: inputs of a group; None for one scale an output.
+        kept: parts of the names of linear layers that stay in bfloat16.
+        packs: endings of the names of other matrices that are packed, as heads and routers.
+        spelling: names of Mixtral's experts: "stock" as in transformers 4, or "mlp".
         config: fields of the model's configuration.
-        fields: of `quantization_config`.
+        fields: more fields of `quantization_config`.
     """
-    stock = STOCK[family](_config(family, config or {})).float().eval()
+    stock = STOCK[family](stock_config(family, config or {})).float().eval()
     plain, numbers_by_name = {}, {}
     for name, weight in stock.state_dict().items():
         weight.copy_((torch.randn_like(weight) * 0.1 + ("norm" in name)).bfloat16())
         for layer, matrix in named_matrices(family, name, weight, spelling):
             is_packed = layer.endswith(packs) if packs and not _is_linear(name) else _is_linear(name)
-            if not is_packed or any(each in layer for each in kept):
+            if not is_packed or any(part in layer for part in kept):
                 plain[f"{layer}.weight" if layer != name else name] = matrix.bfloat16().contiguous()
                 continue
             drawn = numbers_by_name[layer] = numbers(kind, *matrix.shape, group_size)
@@ -221,7 +224,7 @@ def _is_linear(name):
 
 
 def named_matrices(family, name, weight, spelling="stock"):
-    """The names that a stock parameter has in a published folder, without `weight`, and its matrices `[out, in]`."""
+    """Yield the matrices `[out, in]` of a stock parameter with their names in a published folder, without `.weight`."""
     is_stock = family == "mixtral" and spelling == "stock"
     if is_stock:
         name = name.replace(".mlp.", ".block_sparse_moe.")

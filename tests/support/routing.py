@@ -1,7 +1,7 @@
-"""The same experts on both sides of a comparison in 16 bits or fewer.
+"""Give both sides of a comparison in bfloat16, float16 or fewer bits the same choice of experts.
 
-There rounding alone sends some tokens to other experts, on each processor others, and those tokens' logits have nothing
-in common. What is compared is everything else: the choice itself is compared on equal inputs.
+Rounding can change the experts of a token, differently on each processor; its logits then cannot be compared. With the
+same experts on both sides everything but the choice is compared. Other tests compare the choice, on equal inputs.
 """
 
 from collections.abc import Iterator
@@ -15,12 +15,12 @@ from llamoe.modeling.moe import Router
 
 @contextmanager
 def recorded_choices(model: nn.Module) -> Iterator[list[torch.Tensor]]:
-    """Yield a list to which each router's pass, of stock's classes or ours, adds its experts, `[T, K]`, best first."""
+    """Yield a list to which each call of a router, stock's or ours, appends its experts, `[T, K]`, best first."""
     chosen = []
 
     def note(router, inputs, output):
         if torch.is_floating_point(output[-1]):
-            # Stock's Llama 4 returns the scores of all experts, zeros for those that were not chosen, and the logits.
+            # Stock's Llama 4 returns scores and logits of all experts; the scores of experts not chosen are zero.
             chosen.append(output[0].topk(router.top_k, dim=-1).indices)
         else:
             chosen.append(output[-1])
@@ -39,13 +39,10 @@ def recorded_choices(model: nn.Module) -> Iterator[list[torch.Tensor]]:
 
 @contextmanager
 def routed_to(model: nn.Module, choices: list[torch.Tensor]) -> Iterator[None]:
-    """Let the routers of ours choose these experts, `[T, K]` a mixture; scores stay the router's own.
-
-    For passes of T tokens, more than a compiled kernel takes: it would choose by itself.
-    """
+    """Make our routers choose these experts, one `[T, K]` a mixture, for forwards of T tokens; keep their scores."""
     routers = [module for module in model.modules() if isinstance(module, Router)]
     for router, chosen_TK in zip(routers, choices, strict=True):
-        # Far more than logits differ by, and less for each next one, so that the order is kept, too.
+        # Bonuses exceed all differences of logits, and fall along K to keep the order.
         bonus_TK = 1e4 - 1e2 * torch.arange(chosen_TK.shape[1]).expand(chosen_TK.shape)
         bias_TE = torch.zeros(len(chosen_TK), router.num_experts)
         router.balancing_bias = bias_TE.scatter(1, chosen_TK, bonus_TK)

@@ -1,4 +1,7 @@
-"""The tests of the compiled kernels, whose memory accesses AddressSanitizer checks; `test_addresses` starts this."""
+"""Run tests with CPU kernels that are compiled with AddressSanitizer, which ends the process on a wrong access.
+
+The arguments are pytest's; `test_addresses` runs this program.
+"""
 
 import sys
 
@@ -6,12 +9,13 @@ import pytest
 
 from llamoe.modeling.kernels import cpp_kernels
 
-plain = cpp_kernels.flags_of_processor
+flags_of_processor = cpp_kernels.flags_of_processor
 
 
 def flags() -> list[str] | str:
-    found = plain()
-    return found if isinstance(found, str) else [*found, "-fsanitize=address", "-fno-omit-frame-pointer"]
+    """Return the compiler's flags with AddressSanitizer, or the reason why the processor has no kernels."""
+    flags = flags_of_processor()
+    return flags if isinstance(flags, str) else [*flags, "-fsanitize=address", "-fno-omit-frame-pointer"]
 
 
 cpp_kernels.flags_of_processor = flags

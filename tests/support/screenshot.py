@@ -1,4 +1,4 @@
-"""Draws docs/chat.png: the page's two views side by side, as a browser shows them.
+"""Draw docs/chat.png: the chat page's two views side by side, as a browser shows them.
 
 python tests/support/screenshot.py docs/chat.png
 """
@@ -20,7 +20,7 @@ def main(path):
     server = PageServer(TINY)
     try:
         with chromium() as browser:
-            # A first answer, in a window of its own, compiles kernels and imports what is imported late.
+            # The first answer takes longer, as it compiles kernels and imports modules. The second is drawn.
             for _ in range(2):
                 window = ChatWindow(browser, server.address, WIDTH, HEIGHT)
                 window.ask("What is in the picture?", EXAMPLES / "pictures" / "three_shapes.png")
@@ -29,7 +29,7 @@ def main(path):
             views = [window.page.screenshot()]
             window.page.get_by_role("tab", name="Experts").click()
             window.wait_for_text("#table", "triangle")
-            # The page's heartbeat never ends, so that the network is never idle.
+            # Waiting for an idle network would not end, as the page polls.
             for image in window.page.locator("#overlay img, #load img").all():
                 image.evaluate("image => image.decode()")
             views.append(window.page.screenshot())

@@ -1,8 +1,8 @@
-"""Serves tiny models by vLLM's own engine and native classes on a CPU, and prints how far its logits are from ours.
+"""Serve tiny models with vLLM's engine and native classes on a CPU, and compare their logits with ours.
 
-Run as a program, with the names of `SERVED` or all: vLLM changes the process that imports it. It needs a build of vLLM
-for CPUs. Prints a line of JSON for each: its name, the native class, the largest difference. Exit status 77: vLLM or
-its compiled part cannot be imported, and standard error says why.
+This is a program, as importing vLLM changes the process. Its arguments are keys of `SERVED`, by default all. For each
+it prints a line of JSON: the key, vLLM's class, and the largest difference of logits. It needs a build of vLLM for
+CPUs. If vLLM or its compiled part cannot be imported, the exit status is 77, and standard error says why.
 """
 
 import json
@@ -17,9 +17,9 @@ from support.pictures import drawn, make_processor
 from llamoe import LlamoeProcessor
 
 CANNOT_IMPORT = 77
-# vLLM's attention on the CPU knows heads of 32 channels, and its experts sizes in multiples of 32.
+# On a CPU vLLM's attention takes heads of 32 channels, and its experts take multiples of 32.
 SIZES = dict(hidden_size=96, intermediate_size=64, head_dim=32)
-# On a CPU a block of the cache holds 32 tokens or a multiple, and a chunk whole blocks.
+# On a CPU a block of vLLM's cache holds a multiple of 32 tokens, and an attention chunk must be whole blocks.
 BLOCK = 32
 WINDOW = dict(sliding_window=16)
 MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
@@ -52,17 +52,17 @@ FIELDS = {
     "multimodal": TEXT,
     "multimodal, tied": dict(TEXT, tie_word_embeddings=True),
 }
-# Name to our class and the fields of its text.
+# Our class and the fields of its decoder, by name.
 SERVED = {name: (CLASSES[name.partition(",")[0]], fields) for name, fields in FIELDS.items()}
 
 
 def logits_of(entries, count: int) -> torch.Tensor:
-    """Return vLLM's token records as a tensor `[positions, vocabulary]`; vLLM is set to give raw logits in them."""
+    """Return the logits in vLLM's records of tokens, `[positions, vocabulary]`."""
     return torch.tensor([[entry[token].logprob for token in range(count)] for entry in entries])
 
 
 def compare(name: str) -> tuple[str, float]:
-    """Return the class that vLLM served a model with, and the largest difference of its logits from ours."""
+    """Serve a model of `SERVED`; return the name of vLLM's class, and the largest difference of its logits."""
     from vllm import LLM, SamplingParams
     from vllm.distributed import cleanup_dist_env_and_memory
 
@@ -77,7 +77,7 @@ def compare(name: str) -> tuple[str, float]:
         if case.has_images:
             processor = make_processor(LlamoeProcessor)
             processor.save_pretrained(folder)
-            # The processor's words are fewer than the model's tokens.
+            # The processor has fewer words than the model has tokens.
             ids = [token % 11 + 1 for token in prompt["prompt_token_ids"]]
             marker = processor.image_token_id
             image = drawn("RGB")
@@ -98,14 +98,14 @@ def compare(name: str) -> tuple[str, float]:
             max_num_seqs=1,
             skip_tokenizer_init=not case.has_images,
         )
-        # A few tokens more, each computed from the cache.
+        # Generate four tokens, to compare logits that are computed from the cache.
         sampling = SamplingParams(
             max_tokens=4, temperature=0, logprobs=-1, prompt_logprobs=-1, detokenize=False, ignore_eos=True
         )
         (result,) = llm.generate([prompt], sampling, use_tqdm=False)
         served = llm.apply_model(lambda model: type(model).__name__)[0]
         (output,) = result.outputs
-        # The first prompt token follows nothing.
+        # The first token of the prompt has no logits.
         entries = result.prompt_logprobs[1:] + output.logprobs
         theirs = logits_of(entries, ours.config.get_text_config().vocab_size)
         llm.llm_engine.engine_core.shutdown()

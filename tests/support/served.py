@@ -1,4 +1,4 @@
-"""transformers' server in a process of its own, and what clients send it."""
+"""Run transformers' server in its own process, and write what clients send to it."""
 
 import base64
 import os
@@ -13,16 +13,17 @@ from . import programs
 
 
 def free_port() -> int:
+    """Return a port that no process uses now."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         return free.getsockname()[1]
 
 
 class Server:
-    """`transformers serve` on a free port in place of 8000, run from the present folder.
+    """Runs `transformers serve` on a free port, in the working directory.
 
     Args:
-        folder: for its log and for the code that it takes from models' folders.
+        folder: where the server writes its log and the code of models' folders.
     """
 
     def __init__(self, folder: Path):
@@ -34,11 +35,13 @@ class Server:
         return f"http://localhost:{self.port}/v1"
 
     def start(self, words) -> None:
-        """Start it by a command's words and wait until it answers; one that runs goes on or, if its words differ, ends.
+        """Start the server by a command's words, and wait until it answers.
+
+        A server that was started with the same words is kept; one with other words is stopped first.
 
         Raises:
-            AssertionError: the command ended.
-            TimeoutError: it does not answer within two minutes.
+            AssertionError: the command has ended.
+            TimeoutError: the server does not answer within two minutes.
         """
         if self.words == words:
             return
@@ -52,7 +55,7 @@ class Server:
             environment(self.folder),
         )
         for _ in range(1200):
-            # Ask the server itself: since its port was found, another process may have taken it for a while.
+            # An open port is not enough: another process may use it since it was found to be free.
             with suppress(OSError, HTTPException):
                 client = HTTPConnection("localhost", self.port, timeout=10)
                 client.request("GET", "/health")
@@ -67,29 +70,30 @@ class Server:
             self.process.terminate()
             self.process.join(60)
             has_ended = not self.process.is_alive()
-            self.process.kill()  # A server that still generates would slow down all other tests.
+            # A server that goes on generating would slow down all other tests.
+            self.process.kill()
             assert has_ended
 
 
 def python_arguments(words: list[str]) -> list[str]:
-    """The arguments of Python by which a command runs: `transformers serve …` or `python -c …`."""
+    """Return the arguments by which Python runs the command `transformers serve …` or `python -c …`."""
     program, *rest = words
     return rest if program == "python" else ["-m", f"{program}.cli.{program}", *rest]
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """This process's environment, with a folder's own place for the code that transformers takes from models."""
+    """Return this process's environment, with a cache in `folder` for the code that models' folders contain."""
     own = {"HF_MODULES_CACHE": str(folder / "modules"), "PYTHONPATH": os.pathsep.join(sys.path)}
     return os.environ | own
 
 
 def data_url(content: bytes) -> str:
-    """A file's bytes as a client sends a picture."""
+    """Return the data URL by which a client sends a picture's file."""
     return f"data:image/png;base64,{base64.b64encode(content).decode()}"
 
 
 def asked(question: str, picture: str | None = None) -> list[dict]:
-    """Messages that ask about a picture's URL, or without a picture."""
+    """Return the chat messages of a question, about the picture at a URL if given."""
     text = {"type": "text", "text": question}
     pictures = [{"type": "image_url", "image_url": {"url": picture}}] if picture else []
     return [{"role": "user", "content": [*pictures, text]}]

@@ -1,22 +1,21 @@
-"""Tables of cases that are smaller than the product of what they vary."""
+"""Choose test cases from a product of axes, without taking every combination."""
 
 import itertools
 
 
 def in_turn(*axes, times=1):
-    """Every combination of all axes but the last, whose values come in turn, so that each meets every other value.
+    """Return every combination of the first axes, each with only `times` values of the last axis, taken in turn.
 
-    Args:
-        axes: values of each axis; of those before the last, the others together are no shorter than the last.
-        times: with how many values of the last axis each combination comes.
+    Every value of one axis still occurs with every value of the last axis, if there are enough combinations of the
+    other axes.
 
     Returns:
-        a list of tuples.
+        a list of tuples, one value of each axis.
     """
     axes, last = [list(axis) for axis in axes[:-1]], list(axes[-1])
-    places = itertools.product(*(range(len(axis)) for axis in axes))
+    combinations = itertools.product(*(range(len(axis)) for axis in axes))
     return [
-        (*(axis[i] for axis, i in zip(axes, place, strict=True)), last[(sum(place) + more) % len(last)])
-        for place in places
+        (*(axis[i] for axis, i in zip(axes, indices, strict=True)), last[(sum(indices) + more) % len(last)])
+        for indices in combinations
         for more in range(times)
     ]

@@ -1,9 +1,9 @@
-"""Texts at random and awkward ones, for tokenizers that are compared."""
+"""Random and difficult texts, on which tokenizers are compared."""
 
 import random
 from collections.abc import Iterator
 
-# Letters with and without accents, marks that combine, blanks, scripts without blanks, signs beyond 16 bit.
+# ASCII, accented letters, combining marks, kinds of spaces, scripts without spaces, characters beyond 16 bits.
 _RANGES = [
     (0x00, 0x7F),
     (0xA0, 0x24F),
@@ -23,7 +23,7 @@ NASTY = [
 
 
 def random_texts(parts: list[str], count: int = 150) -> Iterator[str]:
-    """Texts of up to 24 `parts` and characters, the same ones every time."""
+    """Yield `count` texts of up to 24 random strings of `parts` and characters, the same at each call."""
     dice = random.Random(7)
     for _ in range(count):
         share = dice.choice([0.0, 0.5, 1.0])

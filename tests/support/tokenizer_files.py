@@ -1,4 +1,4 @@
-"""Small tokenizers of Meta's and Mistral AI's kinds, and what a folder has of them."""
+"""Write small tokenizers in Meta's and Mistral AI's formats."""
 
 import base64
 import io
@@ -6,14 +6,14 @@ import random
 
 
 def some_lines(words, lines, seed=0):
-    """Lines of 12 words at random, the same ones every time."""
+    """Return `lines` lines of 12 words, drawn from `words` random words."""
     dice = random.Random(seed)
-    made = ["".join(dice.choices("abcdehilnorstuw", k=dice.randint(1, 9))) for _ in range(words)]
-    return [" ".join(dice.choices(made, k=12)) for _ in range(lines)]
+    vocabulary = ["".join(dice.choices("abcdehilnorstuw", k=dice.randint(1, 9))) for _ in range(words)]
+    return [" ".join(dice.choices(vocabulary, k=12)) for _ in range(lines)]
 
 
 def sentencepiece_model(lines, vocab_size, **options):
-    """A model as LLaMA's: pairs, bytes to fall back on, texts unchanged."""
+    """Train a SentencePiece model as LLaMA's: BPE, byte fallback, no normalisation; return its bytes."""
     import sentencepiece
 
     written = io.BytesIO()
@@ -28,12 +28,12 @@ def sentencepiece_model(lines, vocab_size, **options):
 
 
 def rank_table(tokens=tuple(bytes([byte]) for byte in range(256))):
-    """A table of tiktoken's, by default of one that knows the 256 bytes only."""
+    """Return the bytes of a tiktoken file of these tokens, by default the 256 single bytes."""
     return b"".join(base64.b64encode(token) + f" {rank}\n".encode() for rank, token in enumerate(tokens))
 
 
 def write_files(folder, files, config=None, layout=None):
-    """Write files by name, and a configuration."""
+    """Write files by name, and a model's configuration, into a folder; return the folder."""
     folder.mkdir(exist_ok=True)
     for name, content in files.items():
         (folder / name).write_bytes(content)

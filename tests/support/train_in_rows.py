@@ -1,4 +1,7 @@
-"""Trains a dense model for three steps on random rows; writes the losses to a file. Started by accelerate or alone."""
+"""Train a dense model for three steps on random rows, and write the losses to a file.
+
+python tests/support/train_in_rows.py FOLDER LOSSES.json, alone or by `accelerate launch` in several processes.
+"""
 
 import json
 import sys
@@ -11,16 +14,8 @@ import llamoe
 ROWS, LENGTH = 6, 32
 
 
-def collate(rows):
-    ids = torch.stack(rows)
-    return {
-        "input_ids": ids,
-        "labels": ids.clone(),
-        "position_ids": torch.arange(LENGTH).expand(len(rows), -1).contiguous(),
-    }
-
-
 def main():
+    """Train, and let the first process write the losses."""
     folder, losses = sys.argv[1:]
     arguments = TrainingArguments(
         output_dir=f"{losses}-checkpoints",
@@ -32,11 +27,13 @@ def main():
         save_strategy="no",
         report_to=[],
         use_cpu=True,
-        remove_unused_columns=False,
     )
     model = llamoe.LlamoeDenseForCausalLM.from_pretrained(folder)
-    ids = torch.randint(3, 90, (ROWS, LENGTH), generator=torch.Generator().manual_seed(1))
-    trainer = Trainer(model, arguments, train_dataset=list(ids), data_collator=collate)
+    rows = torch.randint(3, 90, (ROWS, LENGTH), generator=torch.Generator().manual_seed(1))
+    # Sequence parallelism needs positions.
+    positions = torch.arange(LENGTH)
+    data = [{"input_ids": row, "labels": row, "position_ids": positions} for row in rows]
+    trainer = Trainer(model, arguments, train_dataset=data)
     trainer.train()
     if trainer.is_world_process_zero():
         with open(losses, "w") as file:

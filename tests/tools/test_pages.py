@@ -1,4 +1,4 @@
-"""Test that the code of docs/evaluation.md runs, which needs programs that other tests do not."""
+"""Test that the code of docs/evaluation.md runs, which needs lm-eval and TRL."""
 
 import importlib.util
 import re

@@ -12,11 +12,10 @@ import torch
 from ....configuration.quantization import GROUP_SIZES
 from ..format import Sizes
 from .eight_bits import EightBits
-from .layout import Layout, Unpacked, unread
+from .layout import Codes, Layout, Unpacked, nibbles, unread
 
 # Position in AWQ's words of each of eight outputs.
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
-_IN_ORDER = tuple(range(8))
 _ONES = 0x11111111
 
 
@@ -40,14 +39,14 @@ class CompressedTensors(Layout):
         return shapes if self.is_symmetric else shapes | {"weight_zero_point": (_words(num_out), groups)}
 
     def unpack(self, tensors: Mapping[str, torch.Tensor], sizes: Sizes) -> Unpacked:
-        codes, scale = _nibbles(tensors["weight_packed"])[:, : sizes[1]], tensors["weight_scale"]
-        zeros = tensors.get("weight_zero_point")
+        scale, zeros = tensors["weight_scale"], tensors.get("weight_zero_point")
         # Of symmetric weights some files have zeros of 0 in another dtype.
         if zeros is None or zeros.dtype != torch.int32:
-            zero = codes.new_full(scale.shape, 8)
+            zero = torch.full_like(scale, 8, dtype=torch.uint8)
         else:
-            zero = _nibbles(zeros.T).T[: sizes[0]]
-        return Unpacked(codes, scale, zero, self._groups_out_of_order(tensors.get("weight_g_idx")))
+            zero = nibbles(zeros.T).T[: sizes[0]]
+        groups = self._groups_out_of_order(tensors.get("weight_g_idx"))
+        return Unpacked(Codes(tensors["weight_packed"], sizes), scale, zero, groups)
 
 
 @dataclass(frozen=True)
@@ -73,10 +72,10 @@ class Gptq(Layout):
         return {"qweight": (_words(num_in), num_out), "qzeros": zeros, "scales": (groups, num_out)}
 
     def unpack(self, tensors: Mapping[str, torch.Tensor], sizes: Sizes) -> Unpacked:
-        codes = _nibbles(tensors["qweight"].T)[:, : sizes[1]]
+        codes = Codes(tensors["qweight"].T, sizes)
         # Add 1 to the whole words, as GPTQModel subtracted it from them: a zero of 0 borrowed from its neighbour.
         zeros = tensors["qzeros"] if self.has_true_zeros else tensors["qzeros"] + _ONES
-        zero = _nibbles(zeros)[:, : sizes[0]].T
+        zero = nibbles(zeros)[:, : sizes[0]].T
         return Unpacked(codes, tensors["scales"].T, zero, self._groups_out_of_order(tensors.get("g_idx")))
 
 
@@ -98,8 +97,8 @@ class Awq(Layout):
         return {"qweight": (num_in, words), "qzeros": (groups, words), "scales": (groups, num_out)}
 
     def unpack(self, tensors: Mapping[str, torch.Tensor], sizes: Sizes) -> Unpacked:
-        codes, zero = (_nibbles(tensors[kind], _AWQ_PLACES).T for kind in ("qweight", "qzeros"))
-        return Unpacked(codes, tensors["scales"].T, zero)
+        zero = nibbles(tensors["qzeros"], _AWQ_PLACES).T
+        return Unpacked(Codes(tensors["qweight"].T, sizes, _AWQ_PLACES), tensors["scales"].T, zero)
 
 
 def compressed_tensors(config: Mapping[str, Any]) -> Layout:
@@ -188,10 +187,3 @@ def _group_size(size: Any) -> int | None:
 
 def _words(codes: int) -> int:
     return -(-codes // 8)
-
-
-def _nibbles(words: torch.Tensor, places: tuple[int, ...] = _IN_ORDER) -> torch.Tensor:
-    """Unpack eight codes from each 32-bit word, lowest bits first: `[n, w]` int32 to `[n, 8 w]` uint8."""
-    bytes_ = words.contiguous().view(torch.uint8)
-    codes = torch.stack((bytes_ & 15, bytes_ >> 4), -1).view(len(words), -1, 8)
-    return (codes if places == _IN_ORDER else codes[..., places]).flatten(1)

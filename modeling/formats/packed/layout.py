@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from transformers.utils import logging
 
 from ....configuration.errors import ConfigurationError
+from ...kernels import cpp_pack_words
 from ..format import Format, Sizes
 from ..int4 import Int4
 from ..int4_layout import pack
@@ -21,17 +22,42 @@ logger = logging.get_logger("llamoe")
 _WEIGHTS_AT_ONCE = 1 << 22
 
 
+class Codes(NamedTuple):
+    """Codes of 4 bits, eight to a 32-bit word.
+
+    Attributes:
+        words: int32, `[O, I / 8]` with eight inputs a word, lowest bits first; with `places`, `[O / 8, I]`.
+        sizes: O and I; a last word may have more codes than these.
+        places: of each of a word's eight outputs, from the lowest bits; None if a word has eight inputs.
+    """
+
+    words: torch.Tensor
+    sizes: Sizes
+    places: tuple[int, ...] | None = None
+
+    def unpack(self) -> torch.Tensor:
+        """Return the codes, `[O, I]` uint8."""
+        num_out, num_in = self.sizes
+        if self.places is not None:
+            return nibbles(self.words.T, self.places).T
+        return nibbles(self.words)[:num_out, :num_in]
+
+    def pack_into(self, packed: torch.Tensor) -> bool:
+        """Pack whole blocks of outputs for int4, `[O, I / 2]`, by the compiled kernel; return False if it cannot."""
+        return cpp_pack_words(self.words, self.places, packed)
+
+
 class Unpacked(NamedTuple):
     """A matrix whose values are (code − zero) × scale.
 
     Attributes:
-        codes: `[O, I]` uint8, 0 to 15.
+        codes: `[O, I]`; 4 bits are 0 to 15, still in words.
         scale: `[O, G]`.
         zero: `[O, G]` uint8, the code of value 0.
         group_of_input: `[I]`, the group of each input; None if groups are consecutive inputs.
     """
 
-    codes: torch.Tensor
+    codes: Codes | torch.Tensor
     scale: torch.Tensor
     zero: torch.Tensor
     group_of_input: torch.Tensor | None = None
@@ -89,7 +115,9 @@ class Layout(ABC):
 
     def _weight_of(self, unpacked: Unpacked, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         codes, scale, zero, groups = unpacked
-        num_out, num_in = codes.shape
+        if isinstance(codes, Codes):
+            codes = codes.unpack()
+        num_in = codes.shape[1]
         if groups is None:
             groups = torch.arange(num_in, device=codes.device) // (self.group_size or num_in)
         weight = torch.empty(codes.shape, dtype=dtype, device=codes.device)
@@ -121,8 +149,13 @@ class Layout(ABC):
                 "of their precision: int4 has no such groups."
             )
             return form.quantize(torch.cat([self._weight_of(each) for each in unpacked]))
-        codes, scale, zero = (torch.cat(each) for each in list(zip(*unpacked, strict=True))[:3])
-        return int4_of(codes, scale.float(), scale.float() * (8 - zero.float()), form)
+        all_codes = [each.codes for each in unpacked if isinstance(each.codes, Codes)]
+        (shape, dtype), _ = form.parts((len(matrices) * sizes[0], sizes[1]))
+        packed = torch.empty(shape, dtype=dtype, device=all_codes[0].words.device)
+        if not all(map(Codes.pack_into, all_codes, packed.split(sizes[0]))):
+            packed = pack(_padded(torch.cat([codes.unpack() for codes in all_codes]), 2 * shape[1]))
+        scale, zero = (torch.cat([each[part] for each in unpacked]).float() for part in (1, 2))
+        return [packed, _scales_of(packed, scale, scale * (8 - zero), form)]
 
     def num_groups(self, num_in: int) -> int:
         """Return the number of groups G of a matrix with this many inputs."""
@@ -137,13 +170,33 @@ class Layout(ABC):
 
 
 def int4_of(codes: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor, form: Int4) -> list[torch.Tensor]:
-    """Return int4's parts for codes `[O, I]`, and scales and values of code 8, `[O, G]` or `[O, 1]`."""
-    (_, half), _ = form.parts((codes.shape[0], codes.shape[1]))[0]
-    num_groups = 2 * half // form.group_size
+    """Return int4's parts for codes `[O, I]` uint8, and scales and values of code 8, `[O, G]` or `[O, 1]`."""
+    (shape, _), _ = form.parts((codes.shape[0], codes.shape[1]))
+    packed = pack(_padded(codes, 2 * shape[1]))
+    return [packed, _scales_of(packed, scale, offset, form)]
+
+
+def _padded(codes: torch.Tensor, num_in: int) -> torch.Tensor:
     # Any code will do as padding: it is multiplied by inputs of 0.
-    codes = F.pad(codes, (0, 2 * half - codes.shape[1]), value=8)
-    scale, offset = (each.expand(-1, num_groups) for each in (scale, offset))
-    return [pack(codes.contiguous()), torch.stack((scale.T, offset.T), -1).to(torch.bfloat16)]
+    return F.pad(codes, (0, num_in - codes.shape[1]), value=8).contiguous()
+
+
+def _scales_of(packed: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor, form: Int4) -> torch.Tensor:
+    """Return int4's scales and offsets, `[G, O, 2]` bfloat16, for `[O, G]` or `[O, 1]` each."""
+    num_groups = 2 * packed.shape[1] // form.group_size
+    return torch.stack([each.expand(-1, num_groups).T for each in (scale, offset)], -1).to(torch.bfloat16)
+
+
+def nibbles(words: torch.Tensor, places: tuple[int, ...] | None = None) -> torch.Tensor:
+    """Unpack eight codes from each 32-bit word, `[n, w]` int32 to `[n, 8 w]` uint8.
+
+    Args:
+        words: lowest bits first.
+        places: position in a word of each of its codes; None if they are in order.
+    """
+    bytes_ = words.contiguous().view(torch.uint8)
+    codes = torch.stack((bytes_ & 15, bytes_ >> 4), -1).view(len(words), -1, 8)
+    return (codes if places is None else codes[..., places]).flatten(1)
 
 
 def unread(key: str, value: Any, known: str) -> ConfigurationError:

@@ -1,8 +1,9 @@
-// Products of few rows with a matrix of 4, 8, 16 or 32 bits, norms, and attention of one query.
+// Products of few rows with a matrix of 4, 8, 16 or 32 bits, norms, and attention of one query; and the order of 4-bit
+// codes for these products.
 //
 // A decode step reads every weight once, so these kernels must read weights as fast as the memory can deliver them.
-// Sums are in float32. cpp_kernels.py compiles this file at first use, for this machine's processor; `Matrix` there says
-// what codes and scales are.
+// Sums are in float32. cpp_kernels.py compiles this file at first use, for this machine's processor. `Matrix` there
+// says what codes and scales are.
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -238,6 +239,26 @@ void unpack(MATRIX, int64_t y_bits, void* y, int64_t y_stride, int threads) {
         unpack_codes<Single>(group_codes, group_scales, group, (float*)y + k * y_stride + start, y_stride);
       else
         unpack_codes<Brain>(group_codes, group_scales, group, (uint16_t*)y + k * y_stride + start, y_stride);
+    }
+}
+
+// Packs 4-bit codes, which come eight to a 32-bit word, into whole blocks of outputs. If a word has the codes of eight
+// inputs, lowest bits first, `places` is 0; if it has the codes of eight outputs, hexadecimal digit j of `places` (lowest
+// digit first) says which four bits of the word belong to output j. `output_stride` and `input_stride` are the numbers of
+// words from an output or an input (or eight of them) to the next.
+void pack_words(const uint32_t* words, int64_t output_stride, int64_t input_stride, int64_t places, int64_t inputs,
+                int64_t outputs, uint8_t* packed, int threads) {
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+  for (int64_t start = 0; start < outputs; start += kBlock)
+    for (int64_t k = 0; k < inputs; k += places ? 1 : 8) {
+      uint32_t codes[kBlock];
+      for (int64_t j = 0; j < kBlock; j++)
+        codes[j] = places ? words[(start + j) / 8 * output_stride + k * input_stride] >> 4 * (places >> j % 8 * 4 & 15)
+                          : words[(start + j) * output_stride + k / 8 * input_stride];
+      uint8_t* bytes = packed + (start * inputs + k * kBlock) / 2;
+      for (int i = 0; i < (places ? 1 : 8); i++, bytes += kBlock / 2)
+        for (int j = 0; j < kBlock / 2; j++)
+          bytes[j] = (codes[j] >> 4 * i & 15) | (codes[kBlock / 2 + j] >> 4 * i & 15) << 4;
     }
 }
 }

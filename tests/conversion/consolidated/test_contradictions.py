@@ -69,37 +69,35 @@ WO, EXPERTS = "layers.1.attention.wo.weight", "layers.1.feed_forward.experts.moe
 EXPERT, FIRST = "layers.1.feed_forward.experts.2.{}.weight", "layers.1.block_sparse_moe.w{}"
 # A model and its number of files, what happens to the folder, and words of the error.
 FILES = [
-    (LLAMA_1, remove("consolidated.01.pth"), ["Each number"]),
+    (LLAMA_1, remove("consolidated.01.pth"), ["in 2 file(s), 40 in all", "dim = 60"]),
     *(((case, 2), remove("consolidated.01.pth"), [" missing"]) for case in (META_LLAMA_1, META_LLAMA_3, META_SCOUT)),
-    (LLAMA_1, add("consolidated.1.pth"), ["Each number"]),
-    (LLAMA_1, add("consolidated.pth"), ["Each number"]),
+    (LLAMA_1, add("consolidated.1.pth"), ["in 4 file(s), 80 in all"]),
     ((META_LLAMA_1, 1), remove("consolidated.00.pth"), ["no consolidated weights"]),
-    (MISTRAL, add("consolidated.00.pth"), ["with one ending"]),
-    (MISTRAL, remove("params.json"), ["holds no params.json"]),
+    (MISTRAL, add("consolidated.00.pth"), ["tok_embeddings.weight missing"]),
+    (MISTRAL, remove("params.json"), ["params.json: cannot be read"]),
     (MISTRAL, remove("consolidated.safetensors"), ["no consolidated weights"]),
 ]  # fmt: skip
 TENSORS = [
-    (LLAMA, drop(WO), [f"consolidated.00.pth: {WO} missing"]),
+    (LLAMA, drop(WO), ["consolidated.00.pth: model.layers.1.self_attn.o_proj.weight missing"]),
     (LLAMA, drop("layers.1.ffn_norm.weight", rank=1), ["consolidated.01.pth", "ffn_norm"]),
-    (LLAMA, put("layers.1.attention.wq.weight", lambda w: w[:-1], 0), ["layers.1.attention.wq.weight", "29", "30"]),
-    (LLAMA, put("layers.1.attention.wk.weight", lambda _: torch.tensor(1.0)), ["wk.weight has shape []"]),
+    (LLAMA, put("layers.1.attention.wq.weight", lambda w: w[:-1], 0), ["layers.1.attention.wq.weight", "59", "60"]),
     (
         SCOUT, put(f"{EXPERTS}_swiglu_eD_F", lambda weight: weight.bfloat16()),
         ["moe_w_swiglu_eD_F", "bfloat16", "moe_w_in_eD_F", "float32"],
     ),
     (
         SCOUT, put(f"{EXPERTS}_out_eF_D", lambda weight: weight[:-1], 1),
-        ["consolidated.01.pth", "moe_w_out_eF_D", "[244, 60]", "[245, 60]"],
+        ["consolidated.01.pth", "moe_w_out_eF_D", "[244, 60]", "rows of 5 experts"],
     ),
-    (MISTRAL, drop(WO), [f"{WO} missing"]),
+    (MISTRAL, drop(WO), ["self_attn.o_proj.weight missing"]),
     (MISTRAL, put("layers.0.attention.wq.weight", ones(40, 24)), ["attention.wq.weight", "[40, 24]", "[48, 24]"]),
     (MISTRAL, put("tok_embeddings.weight", ones(55, 24)), ["vocab_size = 53", "55 rows"]),
-    (MIXTRAL_8X7B, drop(EXPERT.format("w3")), [f"{EXPERT.format('w3')} missing", "experts.0.w1.weight"]),
+    (MIXTRAL_8X7B, drop(EXPERT.format("w3")), ["experts.2.w3.weight missing", "experts.0.w1.weight"]),
     (
         MIXTRAL_8X7B, drop(*(EXPERT.format(part) for part in ("w1", "w2", "w3"))),
         ["layers.1.feed_forward.experts", "[2, 80, 24]", "[3, 80, 24]"],
     ),
-    (MIXTRAL_8X7B, put(EXPERT.format("w2"), ones(24, 41)), [EXPERT.format("w2"), "[24, 41]", "[24, 40]"]),
+    (MIXTRAL_8X7B, put(EXPERT.format("w2"), ones(24, 41)), [EXPERT.format("w2"), "24, 41]", "24, 40]"]),
     (
         FIRST_RELEASE,
         tensors(lambda content: content.update({n: torch.ones(121, 24) for n in content if FIRST[:-2] in n})),
@@ -108,7 +106,7 @@ TENSORS = [
     (
         FIRST_RELEASE,
         tensors(lambda content: FIRST.format(2) in content and content.update({FIRST.format(2): torch.ones(117, 24)})),
-        [FIRST.format(2), "[117, 24]", "[120, 24]"],
+        ["down_proj of shape [3, 24, 39]", "[3, 24, 40]"],
     ),
     # Copies that differ are found when they are written.
     (SCOUT, put("norm.weight", lambda weight: weight + 1, 1), ["consolidated.01.pth: norm.weight: differs"]),
@@ -116,21 +114,21 @@ TENSORS = [
 ]  # fmt: skip
 SCOUTS = META_SCOUT.params["moe_args"]
 PARAMS = [
-    (LLAMA, say(n_layers=5), ["layers.3.attention.wq.weight", "missing"]),
+    (LLAMA, say(n_layers=5), ["model.layers.3.", "missing"]),
     (LLAMA, say(dim=54), ["dim = 54", "60 in all", "tok_embeddings.weight"]),
-    (LLAMA, say(n_heads=10), ["rope.freqs", "n_heads = 10", "5 frequencies"]),
+    (LLAMA, say(n_heads=10), ["rope.freqs", "n_heads = 10", "heads of 10 channels, but"]),
     (LLAMA, say(n_kv_heads=6), ["layers.0.attention.wk.weight", "20", "60"]),
     (LLAMA, say(n_kv_heads=3), ["n_kv_heads = 3 cannot be divided by the 2 files"]),
     (LLAMA, say(vocab_size=100), ["vocab_size = 100", "310"]),
     (LLAMA, say(n_heads="12"), ["params.json", "n_heads = '12'"]),
     (SCOUT, say(moe_args=None), ["experts"]),
-    (SCOUT, say(moe_args=SCOUTS | {"num_experts": 4}), ["moe_w_out_eF_D has shape [245, 60]", "4 experts"]),
+    (SCOUT, say(moe_args=SCOUTS | {"num_experts": 4}), ["moe_w_out_eF_D has shape [245, 60]", "rows of 4 experts"]),
     (SCOUT, say(vision_args=None), ["vision_embeddings"]),
     (SCOUT, say(vision_args=VISION | {"image_size": {"height": 24, "width": 18}}), ["image_size", "square"]),
     (SCOUT, say(vision_args=VISION | {"dim": 48}), ["vision_encoder", "72"]),
     (
         MAVERICK, say(moe_args=META_MAVERICK.params["moe_args"] | {"interleave_moe_layer_step": 1}),
-        ["layers.0.feed_forward.mlp.fc1_weight", "params.json"],
+        ["layers.0.feed_forward.mlp.fc1_weight", "another model's"],
     ),
     (MAVERICK, say(n_kv_heads=6), ["layers.0.attention.wqkv.weight", "40 rows", "1 + 1 + 1"]),
     # Models that are not computed here, by keys of other models' code.
@@ -143,12 +141,12 @@ PARAMS = [
     (MISTRAL, say(causal=False), ["causal = False", "True"]),
     (MISTRAL, say(qk_norm=True), ["qk_norm = True"]),
     # Off may mean something, too.
-    (MISTRAL, say(use_rope=False), ["use_rope = False", "remove it"]),
+    (MISTRAL, say(use_rope=False), ["use_rope = False", "changes nothing, remove"]),
     (MISTRAL, say(hidden_dim=None), ["hidden_dim is missing"]),
     (MISTRAL, say(dim=25), ["dim = 25"]),
     (MISTRAL, say(n_heads="6"), ["n_heads = '6'", "number above 0"]),
     (MISTRAL, say(rope_theta="1e6"), ["rope_theta = '1e6'"]),
-    (MISTRAL, say(hidden_size=24), ["hidden_size = 24", "one of hidden_size and dim"]),
+    (MISTRAL, say(hidden_size=24), ["hidden_size = 24", "only one of hidden_size and dim"]),
     (MISTRAL, say(sliding_window=[4, None, 4]), ["sliding_window = [4, None, 4]", "2 layers"]),
 ]  # fmt: skip
 

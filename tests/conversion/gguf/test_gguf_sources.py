@@ -8,9 +8,9 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 from support.few_bits import CLOSE, distance, logits
 from support.gguf_files import write_gguf
+from support.models import tensors_in
 from support.published import OURS
 from transformers import LlamaForCausalLM
 
@@ -35,10 +35,6 @@ def packed_weights(model):
         if isinstance(module, QuantizedLinear | QuantizedExperts):
             for name in module.sizes:
                 yield f"{path}.{name}", module.dequantized_weight(name, torch.float32)
-
-
-def tensors_in(folder):
-    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
 
 
 @pytest.mark.parametrize("kind", ["F16", "Q4_0", "Q4_1", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"])
@@ -224,7 +220,7 @@ REFUSED = {
     "an unknown key": (dict(keys={"llama.attention.logit_scale": 3}), "llama.attention.logit_scale = 3 is not known"),
     "another size of heads": (dict(keys={"llama.rope.dimension_count": 24}), "llama.rope.dimension_count = 24"),
     "an unknown scaling": (dict(keys={"llama.rope.scaling.type": "ntk"}), "llama.rope.scaling.type = 'ntk'"),
-    "a tensor missing": (dict(change=drop("blk.1.attn_q.weight")), "blk.1.attn_q.weight missing"),
+    "a tensor missing": (dict(change=drop("blk.1.attn_q.weight")), "model.layers.1.self_attn.q_proj.weight missing"),
     "another shape": (dict(change=shorten("blk.0.ffn_gate_exps.weight")), "blk.0.ffn_gate_exps.weight"),
     "no embedding": (dict(change=drop("token_embd.weight")), "token_embd.weight missing"),
     "a tensor of another model": (

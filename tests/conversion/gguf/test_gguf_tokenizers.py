@@ -4,7 +4,7 @@ import json
 
 import pytest
 from support.gguf_files import gguf, write_gguf
-from support.texts import random_texts
+from support.texts import NASTY, random_texts
 from support.tokenizer_files import rank_table, sentencepiece_model, some_lines, write_files
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, GenerationConfig
@@ -14,17 +14,6 @@ from llamoe.conversion.tokenizers import hf_files_from_meta
 
 SIZE = 400
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-TEXTS = [
-    "",
-    " ",
-    "hello there",
-    "  two  spaces",
-    "I'm 12345 x/\n\n y",
-    "Grüße, 世界 🙂",
-    "HelloWORLD\r\n\t1",
-    "..!? a",
-]
-
 PARTS = [
     " ",
     "  ",
@@ -84,7 +73,7 @@ def test_pieces_give_the_ids_of_sentencepiece(spare, tmp_path):
         tmp_path / "expected", hf_files_from_meta(content, config, family="llama-2", instruct=True), config
     )
     expected = AutoTokenizer.from_pretrained(expected)
-    for text in [*TEXTS, *random_texts(PARTS, 200), *lines[:50]]:
+    for text in [*NASTY, *random_texts(PARTS, 200), *lines[:50]]:
         assert made(text).input_ids == expected(text).input_ids, text
         assert made.decode(made(text).input_ids) == expected.decode(expected(text).input_ids)
     assert made.chat_template == TEMPLATE
@@ -131,7 +120,7 @@ def test_byte_pairs_give_the_ids_of_the_table(family, pre, tmp_path):
     convert(tmp_path / "model.gguf", tmp_path / "folder")
     made = AutoTokenizer.from_pretrained(tmp_path / "folder")
     expected = Tokenizer.from_str(files["tokenizer.json"].decode())
-    for text in [*TEXTS, *random_texts(PARTS, 200), f"a{tokens[-1]}<|begin_of_text|>b"]:
+    for text in [*NASTY, *random_texts(PARTS, 200), f"a{tokens[-1]}<|begin_of_text|>b"]:
         assert made(text).input_ids == expected.encode(text).ids, text
         assert made.decode(made(text).input_ids) == expected.decode(
             expected.encode(text).ids, skip_special_tokens=False

@@ -5,36 +5,29 @@ import json
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
-from support.models import MULTIMODAL, SHALLOW_MODELS, draw, for_models, stock_model
+from safetensors.torch import save_file
+from support.models import (
+    MULTIMODAL,
+    SHALLOW_MODELS,
+    assert_same_weights,
+    draw,
+    for_models,
+    stock_dense_config,
+    stock_model,
+    tensors_in,
+)
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 import llamoe
 from llamoe.configuration.errors import CheckpointError
 from llamoe.conversion import convert
 
 
-def weights(folder):
-    files = sorted(folder.glob("*.safetensors"))
-    return {name: tensor for file in files for name, tensor in load_file(file).items()}
-
-
-def assert_equal(given, expected):
-    assert given.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert given[name].dtype == tensor.dtype, name
-        assert torch.equal(given[name], tensor), name
-
-
 @pytest.fixture
 def dense(tmp_path):
-    config = LlamaConfig(
-        vocab_size=97, hidden_size=48, intermediate_size=88, num_hidden_layers=2, num_attention_heads=6,
-        num_key_value_heads=2, head_dim=8,
-    )  # fmt: skip
-    model = draw(LlamaForCausalLM, config).bfloat16()
+    model = draw(LlamaForCausalLM, stock_dense_config(vocab_size=97, num_hidden_layers=2)).bfloat16()
     model.save_pretrained(tmp_path / "dense")
     return tmp_path / "dense", model
 
@@ -43,10 +36,10 @@ def dense(tmp_path):
 def test_experts_are_split_and_stacked_bit_for_bit(case, tmp_path):
     model = case.make().bfloat16()
     model.save_pretrained(tmp_path / "model", layout="stock")
-    expected = weights(tmp_path / "model")
+    expected = tensors_in(tmp_path / "model")
     report = convert(tmp_path / "model", tmp_path / "split", experts="split", shard_size="60KB")
     assert report.files == sorted(path.name for path in (tmp_path / "split").glob("*.safetensors"))
-    parts = weights(tmp_path / "split")
+    parts = tensors_in(tmp_path / "split")
     assert report.tensors == len(parts)
     assert report.bytes == sum(tensor.nbytes for tensor in parts.values())
     for name, tensor in expected.items():
@@ -61,7 +54,7 @@ def test_experts_are_split_and_stacked_bit_for_bit(case, tmp_path):
     split = "experts.0.w2.weight" if is_mixtral else "experts.0.down_proj.weight"
     assert any(split in name for name in parts) == case.has_experts
     convert(tmp_path / "split", tmp_path / "back")
-    assert_equal(weights(tmp_path / "back"), expected)
+    assert_same_weights(tensors_in(tmp_path / "back"), expected)
     config = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("model", "back")]
     assert config[0] == config[1]
 
@@ -77,7 +70,7 @@ def test_result_loads_as_stock_and_as_ours(case, tmp_path):
     for folder, model_class in (("stock", stock), ("ours", case.model_class)):
         model, info = model_class.from_pretrained(tmp_path / folder, dtype="auto", output_loading_info=True)
         assert not any(info.values()), info
-        assert_equal({name: model.state_dict()[name] for name in expected}, expected)
+        assert_same_weights({name: model.state_dict()[name] for name in expected}, expected)
     types = [
         json.loads((tmp_path / name / "config.json").read_text())["model_type"] for name in ("stock", "ours")
     ]
@@ -86,7 +79,7 @@ def test_result_loads_as_stock_and_as_ours(case, tmp_path):
 
 def test_sharded_and_pickled_sources_are_read(dense, tmp_path):
     folder, model = dense
-    expected = weights(folder)
+    expected = tensors_in(folder)
     model.save_pretrained(tmp_path / "sharded", max_shard_size="30KB")
     assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 2
     old = tmp_path / "old"
@@ -101,25 +94,21 @@ def test_sharded_and_pickled_sources_are_read(dense, tmp_path):
     (old / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
     for source in ("sharded", "old"):
         report = convert(tmp_path / source, tmp_path / f"from-{source}")
-        assert_equal(weights(tmp_path / f"from-{source}"), expected)
+        assert_same_weights(tensors_in(tmp_path / f"from-{source}"), expected)
     assert list(report.dropped) == ["model.layers.0.self_attn.rotary_emb.inv_freq"]
 
 
 def test_tied_head_is_dropped_with_its_reason(tmp_path):
-    config = LlamaConfig(
-        vocab_size=97, hidden_size=48, intermediate_size=88, num_hidden_layers=1, num_attention_heads=6,
-        tie_word_embeddings=True,
-    )  # fmt: skip
-    model = stock_model(LlamaForCausalLM, config)
+    model = stock_model(LlamaForCausalLM, stock_dense_config(tie_word_embeddings=True))
     model.save_pretrained(tmp_path / "model")
-    state = weights(tmp_path / "model")
+    state = tensors_in(tmp_path / "model")
     save_file(
         {**state, "lm_head.weight": state["model.embed_tokens.weight"].clone()},
         tmp_path / "model/model.safetensors",
     )
     report = convert(tmp_path / "model", tmp_path / "out")
     assert list(report.dropped) == ["lm_head.weight"]
-    assert_equal(weights(tmp_path / "out"), state)
+    assert_same_weights(tensors_in(tmp_path / "out"), state)
     # In another dtype, and with other numbers.
     for other in (state["model.embed_tokens.weight"].half(), state["model.embed_tokens.weight"] + 1):
         save_file({**state, "lm_head.weight": other}, tmp_path / "model/model.safetensors")
@@ -140,31 +129,14 @@ def test_companions_come_along_and_the_source_is_not_touched(dense, tmp_path):
     assert {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in folder.iterdir()} == before
 
 
-def test_a_tokenizer_is_compared_with_the_embedding_and_added_padding_noted(dense, tmp_path):
-    folder, _ = dense
-    (folder / "tokenizer.json").write_text('{"model": {"voc')
-    for to in ("hf", "meta"):
-        with pytest.raises(CheckpointError, match=r"tokenizer\.json: tokenizers cannot read it"):
-            convert(folder, tmp_path / "out", to=to)
-        assert not (tmp_path / "out").exists()
-    tokenizer = Tokenizer(WordLevel({f"word{i}": i for i in range(97)}, unk_token="word0"))
-    tokenizer.add_special_tokens(["<pad>"])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    assert any("'<pad>' have no row" in note for note in convert(folder, tmp_path / "out").notes)
-    larger = Tokenizer(WordLevel({f"word{i}": i for i in range(98)}, unk_token="word0"))
-    larger.save(str(folder / "tokenizer.json"))
-    with pytest.raises(CheckpointError, match=r"gives 'word97' the id 97, .*vocab_size is 97"):
-        convert(folder, tmp_path / "other")
-
-
 def test_dtype_is_that_of_every_part(tmp_path):
     MULTIMODAL.make().save_pretrained(tmp_path / "model", layout="stock")
     config = json.loads((tmp_path / "model/config.json").read_text())
     config["text_config"]["dtype"] = "float32"
     (tmp_path / "model/config.json").write_text(json.dumps(config))
     convert(tmp_path / "model", tmp_path / "out", dtype="bfloat16")
-    plain = {name: tensor.bfloat16() for name, tensor in weights(tmp_path / "model").items()}
-    assert_equal(weights(tmp_path / "out"), plain)
+    plain = {name: tensor.bfloat16() for name, tensor in tensors_in(tmp_path / "model").items()}
+    assert_same_weights(tensors_in(tmp_path / "out"), plain)
     assert llamoe.LlamoeForCausalLM.from_pretrained(tmp_path / "out", dtype="auto").dtype == torch.bfloat16
 
 

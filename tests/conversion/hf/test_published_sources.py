@@ -6,8 +6,9 @@ from itertools import product
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from support.few_bits import CLOSE, distance, logits
+from support.models import tensors_in
 from support.published import EIGHT_BITS, KINDS, OURS, publish, weight_of
 
 import llamoe
@@ -15,10 +16,6 @@ from llamoe.conversion import convert, inspect, open_checkpoint, quantize, upcyc
 from llamoe.conversion.io.lazy_tensor import blocks
 
 FAMILIES = ("llama", "mixtral", "llama4")
-
-
-def tensors_in(folder):
-    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
 
 
 def config_in(folder):

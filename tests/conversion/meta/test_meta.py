@@ -248,6 +248,6 @@ def test_dtypes_that_one_tensor_of_metas_cannot_mix_are_refused(tmp_path):
     checkpoint = open_meta(META_SCOUT.write(tmp_path / "meta", META_SCOUT.weights(), 1))
     name = "language_model.model.layers.0.self_attn.k_proj.weight"
     checkpoint.tensors[name] = checkpoint.tensors[name].cast(torch.bfloat16)
-    with pytest.raises(CheckpointError, match=r"bfloat16.*float32.*Choose a dtype"):
+    with pytest.raises(CheckpointError, match=r"is bfloat16 .* is float32 .*one dtype"):
         save_meta(checkpoint, tmp_path / "to", shards=2)
     save_meta(checkpoint, tmp_path / "to", WriteOptions(dtype="float32"), shards=2)

@@ -1,4 +1,4 @@
-"""Prompts in pieces, then single steps, through every cache; caches cropped, reordered, repeated and selected from."""
+"""Test prompts in pieces and single steps with every cache, also while rows of the cache are cropped or reordered."""
 
 import random
 from dataclasses import replace
@@ -15,6 +15,7 @@ PADDED = ["plain", "ones", "left", "right", "sides", "holes", "offset", "all-mas
 
 
 def join(fed: Fed | None, new: Fed) -> Fed:
+    """Append the columns of a forward to those of the earlier ones."""
     if fed is None:
         return new
     names = ("ids", "real", "positions", "segments")
@@ -25,7 +26,7 @@ def join(fed: Fed | None, new: Fed) -> Fed:
 
 
 def rows_of(fed: Fed, index: torch.Tensor, length: int | None = None) -> Fed:
-    """Some rows, reordered or repeated, with their first tokens."""
+    """Return the rows of `index`, cut to `length` columns."""
     pick = lambda x: x[index][:, :length]  # noqa: E731
     return Fed(fed.batch.pick(pick), pick(fed.logits), list(map(pick, fed.choices)), pick(fed.reach))
 
@@ -41,7 +42,7 @@ def draw_cache(rng: random.Random, subject: Subject, length: int) -> tuple[str, 
 
 
 def borders(rng: random.Random, length: int) -> list[int]:
-    """Ends of the pieces: a few at random, single tokens towards the end."""
+    """Draw the ends of the pieces: up to five pieces of a prompt, then up to five single tokens."""
     steps = min(rng.choice([0, 2, 5]), length - 1)
     prompt = length - steps
     count = rng.randint(0, min(4, prompt - 1))
@@ -79,7 +80,8 @@ def extend(rng: random.Random, batch: Batch, vocabulary: int) -> Batch:
     rows, length = batch.shape
     ones = torch.ones(rows, count, dtype=torch.long)
     if batch.position_ids is None:
-        # Counted from the first real token, later padding included. A row of padding alone begins at its new token.
+        # Positions count from the first real token, and count later padding. A row of padding alone begins with its
+        # first new token.
         first = torch.cat([batch.real, ones[:, :1].bool()], 1).int().argmax(1, keepdim=True)
         more = torch.arange(length, length + count) - first
     else:
@@ -87,12 +89,12 @@ def extend(rng: random.Random, batch: Batch, vocabulary: int) -> Batch:
         more = last + torch.arange(1, count + 1)
     added = {"ids": torch.randint(0, vocabulary, (rows, count)), "real": ones, "segments": 0 * ones}
     added |= {"positions": more, "position_ids": more, "attention_mask": ones}
-    known = {name: getattr(batch, name) for name in added if getattr(batch, name) is not None}
-    return replace(batch, **{name: torch.cat([x, added[name].to(x.dtype)], 1) for name, x in known.items()})
+    present = {name: getattr(batch, name) for name in added if getattr(batch, name) is not None}
+    return replace(batch, **{name: torch.cat([x, added[name].to(x.dtype)], 1) for name, x in present.items()})
 
 
 def change(rng, whole: Batch, fed: Fed, cache: Any, kind: str, subject: Subject) -> tuple[Batch, Fed]:
-    """Crop a cache or reorder its rows, and do the same with the known rows."""
+    """Crop a cache, or reorder its rows; do the same with the batch and with the columns computed so far."""
     rows, length = fed.batch.shape
     ways = ["reorder"] if kind == "static" else ["reorder", "repeat", "select"]
     if kind == "dynamic" or (kind != "static" and not subject.forgets):

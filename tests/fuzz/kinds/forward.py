@@ -1,4 +1,4 @@
-"""One pass over batches of every kind, with every option of `forward`."""
+"""Test single forwards of batches of every kind, with every option of `forward`."""
 
 import random
 from itertools import product
@@ -13,7 +13,7 @@ from ..subject import Subject, draw_subject
 
 
 def four_axes(rng: random.Random, batch: Batch, subject: Subject) -> torch.Tensor:
-    """A batch's visibility as a 4-D mask: bool where sdpa accepts it, otherwise added to the scores."""
+    """Return a batch's visibility as a 4-D mask: bool, which only sdpa takes, or numbers that are added to scores."""
     if subject.notes["attention"] == "sdpa" and chance(rng, 0.4):
         return batch.visible[:, None]
     lowest = torch.finfo(subject.judge.dtype).min
@@ -43,7 +43,7 @@ def case(rng: random.Random, seed: int, notes: dict[str, Any]) -> None:
     if kept is not None:
         check_kept(subject, batch, options, kept, fed.logits)
     check_recorded(output, batch, results, judge, wants_states, wants_routers)
-    # Stock does not compute all other batches correctly.
+    # For other kinds of batches stock's results are not always right.
     if subject.stock_can and batch.kind in ("plain", "ones") and chance(rng, 0.5):
         options.pop("output_router_logits", None)
         fed.logits = subject.stock()(**{**batch.inputs(), **options}).logits
@@ -58,14 +58,14 @@ def draw_kept(rng: random.Random, length: int) -> int | torch.Tensor:
 
 
 def check_kept(subject: Subject, batch: Batch, options: dict, kept: Any, logits: torch.Tensor) -> None:
-    """`logits_to_keep` drops the logits that it should, and no others."""
+    """Check that `logits_to_keep` returns the logits of these tokens alone."""
     given = subject.model(**{**batch.inputs(), **options}, logits_to_keep=kept).logits
     expected = logits[:, -kept:] if isinstance(kept, int) else logits[:, kept]
     subject.judge.check_values(given, expected.double(), lambda blur: blur(expected.double()), "kept logits")
 
 
 def check_recorded(output, batch, results, judge, wants_states, wants_routers) -> None:
-    """Hidden states and router logits equal the reference's, in order."""
+    """Compare hidden states and router logits, if they were asked for, with the reference's."""
     if not wants_states and output.hidden_states is not None:
         raise Wrong("hidden states that nobody asked for")
     wanted = ["hidden_states"] * wants_states + ["router_logits"] * wants_routers

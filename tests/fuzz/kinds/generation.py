@@ -1,4 +1,4 @@
-"""`generate` in all its modes: every token must be the reference's best, and every score the reference's."""
+"""Test `generate` in all its modes: each token has the reference's largest logit, and scores equal the reference's."""
 
 import random
 from typing import Any
@@ -14,12 +14,13 @@ from ..subject import Subject, draw_subject
 
 
 def exact_result(subject: Subject, ids: torch.Tensor, blur: Any = None) -> Result:
+    """Return the reference's result for a row of ids without padding."""
     decoder = subject.judge.decoder
     return decoder(decoder.embed(ids), torch.arange(len(ids)), len(ids), blur=blur)
 
 
 def check_greedy(subject: Subject, sequence: torch.Tensor, prompt: int, what: str) -> None:
-    """Each new token has the highest logit, or one that rounding may exchange with it."""
+    """Check that each token after the prompt has the largest logit, or one that rounding may exchange with it."""
     result = exact_result(subject, sequence)
     subject.judge.check_no_tie(result)
     logits = result.logits[prompt - 1 : -1]
@@ -35,7 +36,7 @@ def check_greedy(subject: Subject, sequence: torch.Tensor, prompt: int, what: st
 def check_scores(
     subject: Subject, sequence: torch.Tensor, prompt: int, score: torch.Tensor, what: str
 ) -> None:
-    """A beam's score is the mean log-probability of its new tokens."""
+    """Check that a beam's score is the mean log-probability of its new tokens."""
     result = exact_result(subject, sequence)
     subject.judge.check_no_tie(result)
 

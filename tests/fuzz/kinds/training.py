@@ -1,4 +1,4 @@
-"""Losses and the gradients of every parameter, including router losses and checkpointing."""
+"""Test losses and the gradients of every parameter, with router losses and gradient checkpointing."""
 
 import random
 from functools import cache
@@ -19,7 +19,7 @@ LOOSER = 20
 
 
 def draw_labels(rng: random.Random, batch: Batch) -> torch.Tensor:
-    """Labels for real tokens that follow a real token; predictions at padding are ignored."""
+    """Draw labels: the ids of most real tokens that follow a real token, and -100 for all others."""
     labels = torch.where(batch.real, batch.ids, -100)
     starts = batch.real.clone()
     starts[:, 1:] &= ~batch.real[:, :-1]
@@ -31,7 +31,7 @@ def draw_labels(rng: random.Random, batch: Batch) -> torch.Tensor:
 def exact_loss(
     decoder: Decoder, fed: Fed, labels: torch.Tensor, options: dict[str, Any], blur: Any = None
 ) -> tuple[torch.Tensor, list[Result]]:
-    """The reference's loss, with its autograd graph."""
+    """Return the reference's loss, with its autograd graph, and its result for each sequence."""
     rows = torch.zeros(*fed.batch.shape, fed.logits.shape[-1], dtype=torch.float64)
     results, chosen = [], []
     for row, columns, choices, run in fed.references(decoder):
@@ -39,7 +39,7 @@ def exact_loss(
         rows = rows.index_put((torch.tensor(row), columns), result.logits)
         results.append(result)
         chosen.append(choices)
-    # Of each mixture, the tokens of all sequences.
+    # Join the tokens of all sequences, for each mixture.
     routers = [torch.cat(layer) for layer in zip(*(result.router_logits for result in results), strict=True)]
     targets = labels[:, 1:].reshape(-1)
     total = F.cross_entropy(rows[:, :-1].flatten(0, 1), targets, ignore_index=-100, reduction="sum")
@@ -50,7 +50,7 @@ def exact_loss(
         picks = [torch.cat(layer) for layer in zip(*chosen, strict=True)]
         shares_LE = torch.stack([logits.softmax(-1).mean(0) for logits in routers])
         used_LE = torch.stack([F.one_hot(pick, shares_LE.shape[1]).sum(1).double().mean(0) for pick in picks])
-        # Stock's Mixtral takes the tokens of all layers together.
+        # Stock's Mixtral takes the mean over layers before the product.
         if decoder.config["model_type"] == "mixtral":
             used_LE, shares_LE = used_LE.mean(0), shares_LE.mean(0)
         term = used_LE.shape[-1] * (used_LE * shares_LE).sum(-1).mean()
@@ -62,7 +62,7 @@ def exact_loss(
 
 
 def exact_gradients(judge: Judge, fed: Fed, labels: torch.Tensor, options: dict, blur: Any = None):
-    """The reference's loss and the gradient of each weight."""
+    """Return the reference's loss, the gradient of each weight, and the result for each sequence."""
     exact = judge.decoder
     leaves = {name: value.clone().requires_grad_() for name, value in exact.weights.items()}
     if exact.config["tie_word_embeddings"]:
@@ -85,7 +85,7 @@ def check_gradients(
         for (_, _, choices, run), result in zip(fed.references(judge.decoder), results, strict=True):
             judge.check_choices(result, choices, run, "training")
 
-    # The same few random roundings for all parameters, since each takes a backward pass.
+    # All parameters share a few runs with random roundings, since each run takes a backward pass.
     @cache
     def rounded(number: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         return exact_gradients(judge, fed, labels, options, judge.blur())[:2]
@@ -119,7 +119,7 @@ def case(rng: random.Random, seed: int, notes: dict[str, Any]) -> None:
     if subject.has_mixture and chance(rng, 0.25):
         options["z"] = model.config.router_z_loss_coef = rng.choice([0.001, 0.3])
     if not (labels[:, 1:] != -100).any():
-        # The mean of nothing, in stock as here.
+        # Without labels the loss is NaN, in stock's classes too.
         return
     if chance(rng, 0.3):
         options["num_items_in_batch"] = given["num_items_in_batch"] = rng.randint(1, 50)

@@ -1,7 +1,6 @@
 """Adapters move between stock Llama, Llama 4 and ours, through both of the ways to load one."""
 
 import copy
-import json
 from contextlib import nullcontext
 from functools import cache, partial
 from itertools import product
@@ -18,7 +17,6 @@ from support.models import (
     SHALLOW_MODELS,
     draw,
     main_output,
-    make_asymmetric,
     max_abs,
     run,
     stock_text_config,
@@ -34,18 +32,9 @@ DENSE, MIXTRAL, TEXT, MULTIMODAL = HEADS
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 # Of which `linear` embeds patches and `linear_1` is the projector.
 TOWER = ["fc1", "fc2", "linear", "linear_1"]
-# Written for stock's names: one projection of each attention, shared experts and dense feed-forwards.
-REGEX = r".*layers\.\d+\.(self_attn\.[qk]_proj|(feed_forward|mlp)\.(shared_expert\.)?up_proj)"
 ADAPTERS = {
     "all": dict(target_modules=LINEAR + TOWER),
-    "regex": dict(target_modules=REGEX),
     "dora": dict(target_modules=["q_proj", "up_proj"], use_dora=True),
-    "patterns": dict(
-        target_modules=["q_proj", "up_proj"],
-        use_rslora=True,
-        rank_pattern={"q_proj": 5},
-        alpha_pattern={"up_proj": 3},
-    ),
     "saved": dict(target_modules=["v_proj"], modules_to_save=["lm_head", "embed_tokens"]),
     "tokens": dict(target_modules=["v_proj"], trainable_token_indices=[3, 5, 7]),
     "embeddings": dict(target_modules=["v_proj", "lm_head", "embed_tokens"]),
@@ -228,13 +217,13 @@ def test_adapter_for_a_model_on_disk_is_refused(tmp_path):
 
 @pytest.mark.parametrize(("targets", "how"), [(LINEAR, "PeftModel"), (["v_proj"], "load_adapter")], ids=str)
 def test_multimodal_adapter_on_the_text_model(targets, how, tmp_path, caplog):
-    """The text's part is taken, the tower's passed over with a word."""
+    """The text model's tensors are loaded; those of the tower are ignored, and a warning says so."""
     _, stock = pair(MULTIMODAL)
     stock.save_pretrained(tmp_path / "base")
     text = llamoe.LlamoeForCausalLM.from_pretrained(tmp_path / "base")
     trained, inputs = adapted(stock, target_modules=targets), {"input_ids": torch.randint(3, 90, (2, 33))}
     check_loads(trained, text, tmp_path / "adapter", how, inputs)
-    assert "vision_model" in caplog.text and "passed over" in caplog.text
+    assert "vision_model" in caplog.text and "are ignored" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -257,19 +246,6 @@ def test_adapter_of_a_head_on_the_base_model_and_back(case, how, tmp_path):
     assert max_abs(run(load(ours, tmp_path / "base", how), **inputs), expected) < 1e-5
 
 
-@both_ways
-def test_adapter_of_a_resized_vocabulary(how, tmp_path):
-    """peft saves resized embeddings beside the factors; they do not fit before the base is resized."""
-    ours, stock = pair(DENSE)
-    stock.save_pretrained(tmp_path / "base")
-    resized = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "base")
-    resized.resize_token_embeddings(120)
-    trained = adapted(make_asymmetric(resized, seed=8), target_modules=["v_proj"])
-    trained.save_pretrained(tmp_path / "adapter", save_embedding_layers=True)
-    with pytest.raises(ValueError, match=r"shape \[120, 72\] where the model has \[101, 72\]"):
-        load(ours, tmp_path / "adapter", how)
-
-
 # What is around an adapter
 
 
@@ -279,8 +255,6 @@ def test_auto_classes_follow_an_adapter_to_its_base(case, tmp_path):
     ours.save_pretrained(tmp_path / "base")
     trained = adapted(case.model_class.from_pretrained(tmp_path / "base"), target_modules=LINEAR)
     trained.save_pretrained(tmp_path / "adapter")
-    saved = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
-    assert saved["base_model_name_or_path"] == str(tmp_path / "base")
     inputs = inputs_of(case)
     expected = run(trained, **inputs)
     auto_class = AutoModelForImageTextToText if case.has_images else AutoModelForCausalLM
@@ -299,13 +273,9 @@ def test_several_adapters_of_stock_and_ours(how, tmp_path):
     second = adapted(ours, seed=4, target_modules=LINEAR, target_parameters=EXPERTS)
     first.save_pretrained(tmp_path / "first")
     second.save_pretrained(tmp_path / "second")
-    model = copy.deepcopy(ours)
-    if how == "PeftModel":
-        model = PeftModel.from_pretrained(model, tmp_path / "first", adapter_name="first")
-    else:
-        model.load_adapter(tmp_path / "first", adapter_name="first")
+    model = load(ours, tmp_path / "first", how)
     model.load_adapter(tmp_path / "second", adapter_name="second")
-    for name, trained in (("first", first), ("second", second), ("first", first)):
+    for name, trained in (("default", first), ("second", second), ("default", first)):
         model.set_adapter(name)
         assert max_abs(run(model, **inputs), run(trained, **inputs)) < 1e-5
     with model.disable_adapter() if how == "PeftModel" else nullcontext(model.disable_adapters()):
@@ -334,18 +304,14 @@ def test_adapter_of_another_base_is_refused(kind, how, tmp_path):
     options = {"target_parameters": EXPERTS[1:]} if "experts" in kind else {}
     config = stock_text_config(**{"num_experts_per_tok": 2, **SHALLOW, **overrides})
     other = draw(transformers.Llama4ForCausalLM, config)
-    other.config.name_or_path = other.name_or_path = "some/other-model"
     if "experts" in kind:  # trained on ours, so that its layout is ours
         other = TEXT.make(**overrides)
     folder = adapter_of(tmp_path, other, **options)
     model, inputs = TEXT.make(), inputs_of(TEXT)
     before = run(model, **inputs)
     loader = model.load_adapter if how == "load_adapter" else partial(PeftModel.from_pretrained, model)
-    with pytest.raises(ValueError, match=message) as error:
+    with pytest.raises(ValueError, match=message):
         loader(folder)
-    assert "LlamoeForCausalLM" in str(error.value)
-    if "experts" not in kind:
-        assert "some/other-model" in str(error.value)
     assert torch.equal(run(model, **inputs), before)
 
 
@@ -360,19 +326,14 @@ def test_a_file_that_lacks_a_tensor_is_refused(how, tmp_path):
         load(ours, tmp_path / "other", how)
 
 
-METHODS = {
-    "IA3Config": {},
-    "LoHaConfig": {},
-    "LoKrConfig": {},
+METHODS = dict.fromkeys(("IA3Config", "LoHaConfig", "LoKrConfig", "RandLoraConfig", "VeraConfig"), {}) | {
     "BOFTConfig": {"boft_block_size": 4},
     "LNTuningConfig": {"target_modules": ["input_layernorm", "post_attention_layernorm"]},
-    "RandLoraConfig": {},
     "LoraConfig": {"bias": "all"},
-    "VeraConfig": {},
 }
 
 
-@pytest.mark.parametrize("method", list(METHODS))
+@pytest.mark.parametrize("method", METHODS)
 def test_other_methods_of_stock_give_the_same_logits(method, tmp_path):
     ours, stock = pair(MULTIMODAL)
     trained = get_peft_model(copy.deepcopy(stock), getattr(peft, method)(**METHODS[method]))
@@ -481,6 +442,6 @@ def test_an_adapter_of_the_other_layout_is_refused(tmp_path):
         weights[key], weights[other] = exchange_factors(weights[key], weights[other], 5)
     weights = {key: value.contiguous() for key, value in weights.items()}
     save_file(weights, tmp_path / "adapter_model.safetensors")
-    for how in ("PeftModel", "load_adapter"):
+    for how in WAYS:
         with pytest.raises((ValueError, RuntimeError), match="shape"):
             load(ours, tmp_path, how)

@@ -8,17 +8,18 @@ import torch
 from support import programs
 
 import llamoe
+from llamoe.conversion import convert
 
 pytestmark = pytest.mark.slow
 
 MEASURE = """
-import gc, json, sys
+import json, sys
 import transformers, llamoe
 from pathlib import Path
-from support.peaks import peak_of, status
+from support.peaks import peak_of, settle, status
 
 def measure(load):
-    gc.collect()
+    settle()
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again
     base = status("VmRSS")
     model, own = peak_of(load)
@@ -32,12 +33,12 @@ model_class = getattr(llamoe, name, None) or getattr(transformers, name)
 model_class.from_pretrained(folder, device_map="meta")  # what is imported late
 print(json.dumps([measure(lambda: model_class.from_pretrained(folder, **options)) for options in cases]))
 """
-# float32 from a bfloat16 file is twice the file.
+# In float32 a model takes twice the bytes of its bfloat16 file.
 LOADS = [{}, {"device_map": "cpu"}, {"dtype": "float32"}, {"device_map": {"": "disk"}}]
 
 
 def save_large(folder, num_layers, shard):
-    """Experts of 6 MB in bfloat16, sixteen a layer."""
+    """Save a model with sixteen experts of 6 MB in bfloat16 in each layer, and return the bytes of its files."""
     config = llamoe.LlamoeTextConfig(
         vocab_size=8001, hidden_size=1024, intermediate_size=1024, num_hidden_layers=num_layers, num_attention_heads=8,
         num_key_value_heads=2, head_dim=64, num_local_experts=16, interleave_moe_layer_step=1, pad_token_id=0,
@@ -51,15 +52,15 @@ def save_large(folder, num_layers, shard):
     return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
 
-def measured(folder, name):
-    result = programs.run(["-c", MEASURE, folder, name, json.dumps(LOADS)], timeout=600)
+def measured(folder, name, loads=LOADS):
+    result = programs.run(["-c", MEASURE, folder, name, json.dumps(loads)], timeout=600)
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout.splitlines()[-1])
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_peak_memory_of_loading(tmp_path):
-    """A file that needs no cast is mapped, not copied: its pages come when they are used, and may go again."""
+    """A file that needs no cast is mapped, not copied: the system reads its pages when they are used."""
     size = save_large(tmp_path, 14, "300MB")
     ours, theirs = measured(tmp_path, "LlamoeForCausalLM"), measured(tmp_path, "Llama4ForCausalLM")
     plain, on_cpu, cast, on_disk = ours
@@ -71,3 +72,14 @@ def test_peak_memory_of_loading(tmp_path):
     assert on_disk["own"] < 0.1 * size and on_disk["used"] < 0.1 * size, on_disk
     for mine, its in zip(ours, theirs, strict=True):
         assert mine["own"] < its["own"] + 0.05 * size and mine["loading"] < its["loading"] + 0.05 * size
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_peak_memory_of_experts_that_are_stored_one_by_one(tmp_path):
+    """Each layer's experts are copied once, into their stacks; all other weights that need no cast are mapped."""
+    save_large(tmp_path / "stacked", 4, "300MB")
+    convert(tmp_path / "stacked", tmp_path / "split", experts="split", shard_size="100MB")
+    plain, cast = measured(tmp_path / "split", "LlamoeForCausalLM", [{}, {"dtype": "float32"}])
+    layer = 16 * 3 * 1024 * 1024 * 2
+    assert -0.2 < plain["own"] / layer - 4 < 0.5, plain
+    assert -0.2 < (cast["own"] - cast["model"]) / (2 * layer) < 0.8, cast

@@ -31,22 +31,27 @@ def check_values(parts, form, codes, zero, scale, group_size):
 
 @pytest.mark.parametrize("group_size", [32, 64, 128, None])
 @pytest.mark.parametrize("kind", KINDS)
-def test_codes_are_taken_over_exactly(kind, group_size):
-    codes, zero, scale = numbers(kind, *SIZES, group_size)
+@pytest.mark.parametrize("num_out", [NUM_OUT, 128])
+def test_codes_are_taken_over_exactly(num_out, kind, group_size):
+    """128 outputs are whole blocks, which the compiled kernel packs."""
+    sizes = num_out, NUM_IN
+    codes, zero, scale = numbers(kind, *sizes, group_size)
     tensors = pack(kind, codes, zero, scale, group_size)
     layout = layout_of(config_of(kind, group_size))
-    needed = layout.shapes(SIZES)
+    needed = layout.shapes(sizes)
     assert needed == {name: tuple(tensors[name].shape) for name in needed}
     assert set(tensors) <= {*layout.kinds, "bias"}
-    unpacked = layout.unpack(tensors, SIZES)
-    assert torch.equal(unpacked.codes.long(), codes) and torch.equal(unpacked.zero.long(), zero)
+    unpacked = layout.unpack(tensors, sizes)
+    assert torch.equal(unpacked.codes.unpack().long(), codes) and torch.equal(unpacked.zero.long(), zero)
     assert torch.equal(unpacked.scale, scale) and unpacked.group_of_input is None
-    assert torch.equal(layout.weight_of(tensors, SIZES), weight_of(codes, zero, scale, group_size))
+    assert torch.equal(layout.weight_of(tensors, sizes), weight_of(codes, zero, scale, group_size))
     # One scale an output is repeated for groups of any size.
     form = Int4(group_size or 128)
-    parts = layout.parts_of([tensors], SIZES, form)
-    assert [(part.shape, part.dtype) for part in parts] == form.parts(SIZES)
+    parts = layout.parts_of([tensors], sizes, form)
+    assert [(part.shape, part.dtype) for part in parts] == form.parts(sizes)
     check_values(parts, form, codes, zero, scale, group_size)
+    joined = layout.parts_of([tensors, tensors], sizes, form)
+    check_values(joined, form, *(torch.cat([each, each]) for each in (codes, zero, scale)), group_size)
 
 
 @pytest.mark.parametrize("packer", ["AutoAWQ", "GPTQModel awq", "AutoGPTQ", "GPTQModel v1", "GPTQModel v2"])

@@ -1,6 +1,7 @@
 """The Triton kernels as far as a machine without a GPU can tell: that they compile for each, and how.
 
-Their numbers and the check before their first use are proven by `interpreted_kernels`, which a process of its own runs.
+Their numbers and the check before their first use are tested by `interpreted_products` and `interpreted_checks`, which
+run in another process.
 """
 
 import ast
@@ -20,7 +21,7 @@ from support.paths import ROOT, SUPPORT, environment
 from support.tables import in_turn
 
 from llamoe.modeling.formats import Int4, Int8, Plain, has_gpu_kernel
-from llamoe.modeling.formats.scales import rows_of
+from llamoe.modeling.formats.few_bits import rows_of
 from llamoe.modeling.kernels import packed_rows
 from llamoe.modeling.kernels.packed_rows import constants, few_rows_limit, rows_of_tile, tile_of
 from llamoe.modeling.moe import check_kernels
@@ -115,9 +116,10 @@ def test_triton_is_imported_only_when_a_kernel_runs():
 
 def test_under_the_interpreter():
     pytest.importorskip("triton", reason="Triton is not installed")
-    options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "support.interpreted"]
+    files = [SUPPORT / f"interpreted_{part}.py" for part in ("products", "checks")]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, SUPPORT / "interpreted_kernels.py"],
+        [sys.executable, "-m", "pytest", *options, *files],
         cwd=ROOT,
         env=environment(TRITON_INTERPRET="1"),
         capture_output=True,

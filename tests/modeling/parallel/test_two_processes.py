@@ -1,4 +1,4 @@
-"""Two processes on the CPU, joined by gloo, against one: what worker.py measured, all in a single launch."""
+"""Two processes on the CPU, joined by gloo, against one: what process_worker.py measured, all in a single launch."""
 
 import json
 import os

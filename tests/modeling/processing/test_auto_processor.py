@@ -68,18 +68,6 @@ def test_stocks_for_folders_of_stock_unless_adopted(folders):
         assert found(folders / "stock") is Llama4Processor
 
 
-def test_settings_of_the_folder_and_of_the_call_arrive(folders):
-    stock, ours = (
-        Llama4Processor.from_pretrained(folders / "ours"),
-        AutoProcessor.from_pretrained(folders / "ours"),
-    )
-    assert ours.image_processor.to_dict() == stock.image_processor.to_dict()
-    assert ours.tokenizer.get_vocab() == stock.tokenizer.get_vocab()
-    assert (ours.patch_size, ours.downsample_ratio) == (stock.patch_size, stock.downsample_ratio) == (14, 4)
-    changed = AutoProcessor.from_pretrained(folders / "ours", max_patches=3)
-    assert changed.image_processor.max_patches == 3
-
-
 GIVEN = {
     "AutoTokenizer": "TokenizersBackend",
     "AutoProcessor": "LlamoeProcessor",

@@ -1,13 +1,11 @@
-"""What trainers and servers ask of a processor: pixels for NumPy, the tokenizer's words, the assistant's tokens."""
-
-import re
+"""What trainers ask of a processor: pixels as arrays and in the model's dtype, marks on the assistant's tokens."""
 
 import numpy as np
 import pytest
 import torch
 from support.models import stock_multimodal_config
 from support.paths import TINY
-from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
+from transformers import AutoProcessor
 
 import llamoe
 
@@ -16,18 +14,10 @@ pytest.importorskip("torchvision", reason="pictures need the extra 'vision'")
 from support.pictures import drawn, make_processor
 from transformers import Llama4Processor
 
-PICTURE = TINY.parent / "pictures" / "two_shapes.png"
-
 
 @pytest.fixture(scope="module")
 def processors():
     return make_processor(llamoe.LlamoeProcessor), make_processor(Llama4Processor)
-
-
-@pytest.fixture(scope="module")
-def tiny():
-    model = AutoModelForImageTextToText.from_pretrained(TINY, dtype=torch.float32)
-    return model.eval(), AutoProcessor.from_pretrained(TINY)
 
 
 # Pixels
@@ -91,62 +81,18 @@ def test_models_cast_pixels_wherever_they_come_in(dtype, processors):
                 assert torch.equal(call(dict(inputs, pixel_values=pixels)), expected), (name, given)
 
 
-# The tokenizer's words
-
-
-def question(picture=PICTURE):
-    content = [{"type": "image", "path": str(picture)}, {"type": "text", "text": "What is in the picture?"}]
-    return {"role": "user", "content": content}
-
-
 # The assistant's tokens
-
-ANSWERS = ["a red circle.", "a red circle on the left."]
-DIALOGUE = [
-    {"role": "system", "content": "be short"},
-    question(),
-    {"role": "assistant", "content": [{"type": "text", "text": ANSWERS[0]}]},
-    {"role": "user", "content": [{"type": "text", "text": "and where? "}, *question()["content"][:1]]},
-    {"role": "assistant", "content": ANSWERS[1]},
-]
-
-
-def without_pictures(messages):
-    return [
-        {**message, "content": [part for part in message["content"] if part["type"] == "text"]}
-        if isinstance(message["content"], list)
-        else message
-        for message in messages
-    ]
-
-
-def test_the_marks_change_no_text(tiny):
-    _, processor = tiny
-    unmarked, count = re.subn(r"\{%- (end)?generation -%\}", "", processor.chat_template)
-    assert count == 2
-    for messages in (DIALOGUE, DIALOGUE[:2], DIALOGUE[1:3], without_pictures(DIALOGUE)):
-        for prompt in (True, False):
-            marked, plain = (
-                processor.apply_chat_template(messages, chat_template=template, add_generation_prompt=prompt)
-                for template in (None, unmarked)
-            )
-            assert marked == plain
-
-
-def marked_texts(processor, ids, marks):
-    """Each unbroken run of marked tokens."""
-    marks = [int(mark) for mark in marks]
-    edges = np.flatnonzero(np.diff([0, *marks, 0])).reshape(-1, 2)
-    return [processor.decode([int(token) for token in ids[begin:end]]) for begin, end in edges]
 
 
 @pytest.mark.parametrize("max_patches", [1, 4])
-def test_the_assistants_tokens_behind_pictures(max_patches, tiny):
-    """Rows of unlike length, one without a picture, and pictures of one tile and of several."""
-    _, processor = tiny
-    conversations = [DIALOGUE, without_pictures(DIALOGUE[1:3]), DIALOGUE[:2]]
+def test_the_assistants_tokens_are_marked_behind_pictures(max_patches):
+    """Rows have different lengths, and their pictures one tile or several."""
+    processor = AutoProcessor.from_pretrained(TINY)
+    picture = {"type": "image", "path": str(TINY.parent / "pictures" / "two_shapes.png")}
+    question = {"role": "user", "content": [picture, {"type": "text", "text": "What is in the picture?"}]}
+    answer = {"role": "assistant", "content": "a red circle."}
     inputs = processor.apply_chat_template(
-        conversations,
+        [[question, answer, question, answer], [question]],
         tokenize=True,
         return_dict=True,
         return_tensors="pt",
@@ -154,22 +100,6 @@ def test_the_assistants_tokens_behind_pictures(max_patches, tiny):
         processor_kwargs={"padding": True, "max_patches": max_patches},
     )
     assert len(inputs["pixel_values"]) == 3 * (1 if max_patches == 1 else 5)
-    assert inputs["assistant_masks"].shape == inputs["input_ids"].shape
-    assert {"offset_mapping", "text_replacement_offsets"}.isdisjoint(inputs)
-    texts = [
-        marked_texts(processor, ids, marks)
-        for ids, marks in zip(inputs["input_ids"], inputs["assistant_masks"], strict=True)
-    ]
-    ended = [f"{answer}<|eot|>" for answer in ANSWERS]
-    assert texts == [ended, ended[:1], []]
-
-
-def test_the_assistants_tokens_without_tensors_and_by_the_tokenizer(tiny):
-    _, processor = tiny
-    ended = [f"{answer}<|eot|>" for answer in ANSWERS]
-    options = dict(tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
-    inputs = processor.apply_chat_template([DIALOGUE], **options)
-    assert marked_texts(processor, inputs["input_ids"][0], inputs["assistant_masks"][0]) == ended
-    tokenizer = AutoTokenizer.from_pretrained(TINY)
-    inputs = tokenizer.apply_chat_template(without_pictures(DIALOGUE), **options)
-    assert marked_texts(processor, inputs["input_ids"], inputs["assistant_masks"]) == ended
+    rows = zip(inputs["input_ids"], inputs["assistant_masks"], strict=True)
+    texts = [processor.decode(ids[marks.bool()]) for ids, marks in rows]
+    assert texts == ["a red circle.<|eot|>" * 2, ""]

@@ -19,6 +19,8 @@ from support.few_bits import (
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from llamoe.configuration.errors import CheckpointError
+
 pytestmark = pytest.mark.slow
 
 # Dtypes
@@ -76,11 +78,14 @@ def test_state_dicts(model, assign):
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_numbers_are_no_codes(weights, strict):
+def test_numbers_are_no_codes_and_codes_no_numbers(weights, strict):
+    """A state dict of a plain model is refused by a packed one, and the other way round."""
     model = packed("mixtral", weights)
     before = {name: tensor.clone() for name, tensor in codes_and_scales(model).items()}
     plain = AutoModelForCausalLM.from_pretrained(folder("mixtral"))
     wanted = {"int4": "uint8", "int8": "int8"}[weights]
     with pytest.raises(RuntimeError, match=f"q_proj.weight .*torch.{wanted}"):
         model.load_state_dict(plain.state_dict(), strict=strict)
+    with pytest.raises(CheckpointError, match=wanted):
+        plain.load_state_dict(model.state_dict(), strict=strict)
     assert all(torch.equal(tensor, before[name]) for name, tensor in codes_and_scales(model).items())
