@@ -243,9 +243,9 @@ void unpack(MATRIX, int64_t y_bits, void* y, int64_t y_stride, int threads) {
 }
 
 // Packs 4-bit codes, which come eight to a 32-bit word, into whole blocks of outputs. If a word has the codes of eight
-// inputs, lowest bits first, `places` is 0; if it has the codes of eight outputs, hexadecimal digit j of `places` (lowest
-// digit first) says which four bits of the word belong to output j. `output_stride` and `input_stride` are the numbers of
-// words from an output or an input (or eight of them) to the next.
+// inputs, lowest bits first, `places` is 0. If it has the codes of eight outputs, hexadecimal digit j of `places`
+// (lowest digit first) says which four bits of the word belong to output j. `output_stride` and `input_stride` are the
+// numbers of words from an output or an input (or eight of them) to the next.
 void pack_words(const uint32_t* words, int64_t output_stride, int64_t input_stride, int64_t places, int64_t inputs,
                 int64_t outputs, uint8_t* packed, int threads) {
 #pragma omp parallel for num_threads(threads) if (threads > 1)
