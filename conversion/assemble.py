@@ -1,12 +1,12 @@
-"""Join a decoder and a vision tower into one multimodal checkpoint, ready for training.
+"""Join a decoder and a vision tower into one multimodal checkpoint, ready for training: `llamoe assemble`.
 
-The result keeps the decoder's logits for every text made of the decoder's tokens, and the tower's features for every
-picture. Three things are new: the adapter behind the tower (unless it has one), the projector, and rows of embedding
-and output head for the tokens around pictures. Each new row is the mean of the old rows.
+The result gives the decoder's logits for every text of the decoder's tokens, and the tower's features for every
+picture. New are the adapter behind the tower (unless the tower has one), the projector, and rows of embedding and
+output head for new tokens; each new row is the mean of the old rows.
 
-Ids below the decoder's vocabulary size keep their meaning. Where the embedding has more rows than the tokenizer has
-tokens, unused tokens fill the gap. New tokens then follow both, and a tool that resizes the embedding to the length of
-the tokenizer changes nothing.
+Ids below the decoder's vocabulary size keep their meaning. If the embedding has more rows than the tokenizer has
+tokens, unused tokens are added for these rows before the new tokens. So the embedding gets as many rows as the
+tokenizer has tokens, and a tool that resizes the one to the other changes nothing.
 
 A dense decoder is written as a Llama 4 decoder without mixture layers, which computes the same (see `upcycle`).
 """
@@ -35,7 +35,7 @@ from .tokenizers import Vocabulary, extend_vocabulary, processor_files
 from .upcycle import as_text_model, fresh, zeros
 
 _LLAMA_4_MEAN = _LLAMA_4_STD = (0.5, 0.5, 0.5)
-# Embedding rows per block of a sum.
+# Rows of the embedding that are summed at once.
 _ROWS = 4096
 
 
@@ -57,8 +57,8 @@ def assemble(
 ) -> Report:
     """Join a decoder and a vision tower into one multimodal checkpoint.
 
-    The result loads with `AutoModelForImageTextToText` and `AutoProcessor` and can be trained; until then its answers
-    are nonsense. Tokens around pictures and messages are added to the vocabulary where they are missing.
+    The result loads with `AutoModelForImageTextToText` and `AutoProcessor`. Until it is trained, its answers about
+    pictures are nonsense. Missing tokens for pictures and messages are added to the vocabulary.
 
     Args:
         text: a decoder with its tokenizer: a dense LLaMA, a mixture, or a multimodal model, whose decoder is used.
@@ -66,16 +66,16 @@ def assemble(
         target: the folder to write.
         image_size: side of a tile in pixels, a multiple of the tower's patch size; None keeps the tower's.
         max_tiles: largest number of tiles that a picture is cut into.
-        model: open_clip's name of a tower whose file does not describe itself, as in `convert_vision`.
-        seed: random seed of adapter and projector, at least 0.
-        layout, dtype, shard_size, resume, dry_run, progress: as in `WriteOptions`. Without a dtype, all
-            weights get the decoder's. Stock cannot express a model with a CLIP tower.
+        model: the tower's architecture in open_clip, if its file does not describe it, as in `convert_vision`.
+        seed: random seed of new adapter and projector, at least 0.
+        layout, dtype, shard_size, resume, dry_run, progress: as in `WriteOptions`. With `dtype` None, all weights get
+            the decoder's. The layout "stock" cannot express a model with a CLIP tower.
 
     Returns:
-        what was written; its notes name the new weights.
+        a report, whose notes name the new weights.
 
     Raises:
-        ValueError: no decoder or no tower where one was expected, sizes that do not fit, a decoder without tokenizer.
+        ValueError: `text` has no decoder or no tokenizer, `vision` has no tower, or sizes do not fit.
         CheckpointError: a missing or damaged file (also a ValueError).
     """
     options = WriteOptions(layout, dtype, shard_size, resume, dry_run, progress)
@@ -108,32 +108,32 @@ def assemble(
 
 
 def _open_decoder(text: str | Path, target: str | Path, resume: bool) -> Checkpoint:
-    """Open a model's decoder as one of Llama 4's family; the tower of a multimodal model is left out."""
+    """Open a decoder, or that of a multimodal model, as a decoder of Llama 4's family."""
     checkpoint = open_source(text, target, resume)
     config = checkpoint.config
     if isinstance(config, LlamoeVisionConfig):
         raise ValueError(
-            f"assemble: {text} is {family_of(config)}; give the decoder first (LLaMA or a mixture), then the tower."
+            f"assemble: {text} is a {family_of(config)}; give the decoder first (LLaMA or a mixture), then the tower."
         )
     is_windowed = isinstance(config, LlamoeDenseConfig) and "sliding_attention" in config.attention_types()
     if is_windowed or isinstance(config, LlamoeMixtralConfig):
         raise ValueError(
-            f"assemble: {text} is a {config.stock_type()}, whose windows or experts no multimodal model's decoder has; "
-            "give a dense LLaMA without a window, or a mixture of Llama 4's family."
+            f"assemble: {text} is a {config.stock_type()}; a multimodal decoder has no sliding window and no experts "
+            "of Mixtral's. Give a dense LLaMA without a window, or a mixture of Llama 4's family."
         )
     if isinstance(config, LlamoeDenseConfig):
         return as_text_model(checkpoint)
     if isinstance(config, LlamoeConfig):
-        reason = "belongs to the source's own tower, which another one replaces"
+        reason = "belongs to the decoder's former tower"
         return take_part(checkpoint, "text_config", reason)
     assert isinstance(config, LlamoeTextConfig)
     return checkpoint
 
 
 def _with_adapter(tower: Checkpoint, hidden_size: int) -> Checkpoint:
-    """Add an adapter to a tower's configuration if it has none, and drop its projection, which a decoder does not use.
+    """Configure an adapter for a tower that has none, and drop the tower's projection, which a decoder does not use.
 
-    A new adapter has the decoder's width and merges two by two patches into one, as Llama 4's does.
+    A new adapter has the decoder's hidden size, and merges two by two patches into one output, as Llama 4's does.
     """
     config = copy.deepcopy(tower.config)
     assert isinstance(config, LlamoeVisionConfig)
@@ -148,19 +148,19 @@ def _with_adapter(tower: Checkpoint, hidden_size: int) -> Checkpoint:
     tensors = dict(tower.tensors)
     dropped = {f"{tower.path}: {key}": reason for key, reason in tower.dropped.items()}
     if tensors.pop("visual_projection.weight", None):
-        reason = "maps a class token into CLIP's space; the decoder reads the patches"
+        reason = "projects the class token for CLIP's loss; the decoder reads the patches"
         dropped[f"{tower.path}: visual_projection.weight"] = reason
     return replace(tower, config=config, tensors=tensors, dropped=dropped)
 
 
 def _join(decoder: Checkpoint, tower: Checkpoint, vocabulary: Vocabulary, seed: int) -> Checkpoint:
-    """Join both sides' tensors under one configuration and add the new weights."""
+    """Join the tensors of decoder and tower under one configuration, and add the new weights."""
     text, vision = copy.deepcopy(decoder.config), copy.deepcopy(tower.config)
     assert isinstance(text, LlamoeTextConfig)
     assert isinstance(vision, LlamoeVisionConfig)
     before = text.vocab_size
     text.vocab_size = vocabulary.rows
-    # The multimodal configuration has these for both parts.
+    # The multimodal configuration sets both for its parts.
     for part in (text, vision):
         part.architectures = part.dtype = None
     text.eos_token_id = json.loads(vocabulary.files["generation_config.json"])["eos_token_id"]
@@ -188,7 +188,7 @@ def _join(decoder: Checkpoint, tower: Checkpoint, vocabulary: Vocabulary, seed: 
         tensors[key] = zeros(shape, dtype, key) if is_bias else fresh(shape, dtype, std, seed, key)
     companions = dict(vocabulary.files)
     for name, content in tower.companions.items():
-        # The tower's other files are licences.
+        # All other files of the tower are licences.
         if name != PROCESSOR:
             companions[f"vision_{name}" if companions.get(name, content) != content else name] = content
     notes = [
@@ -210,7 +210,7 @@ def _join(decoder: Checkpoint, tower: Checkpoint, vocabulary: Vocabulary, seed: 
 
 
 def _lengthen(matrix: LazyTensor, known: int, rows: int) -> LazyTensor:
-    """View a matrix with rows appended, each the mean of its first `known` rows; old rows are unchanged."""
+    """View a matrix extended to `rows` rows, each new one the mean of the first `known` rows."""
     before, width = matrix.shape
     if rows <= before:
         return matrix
@@ -228,7 +228,7 @@ def _lengthen(matrix: LazyTensor, known: int, rows: int) -> LazyTensor:
 
 
 def _pixels(tower: Checkpoint) -> tuple[list[float], list[float], int, str]:
-    """Choose mean, deviation and resampling filter of the tower's pixels, with a note on their source."""
+    """Choose mean, standard deviation and resampling filter for the tower's pixels; return them and a note."""
     processor = read_processor(tower)
     if processor is not None:
         mean, std = normalization(processor)

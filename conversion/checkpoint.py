@@ -1,7 +1,7 @@
 """A checkpoint of any format: a configuration and lazy tensors under stock Hugging Face keys.
 
-Every source is opened as a `Checkpoint` and every target is written from one, so that a command that changes weights
-works on all formats. This file also holds the checks of tensors against the model that a configuration describes.
+Every source is opened as a `Checkpoint` and every target is written from one, so a command that changes weights works
+on all formats. This file also compares tensors with the model that a configuration describes.
 """
 
 import copy
@@ -34,15 +34,15 @@ class Checkpoint:
         kind: "meta-llama", "meta-llama4", "mistral", "hf", "gguf", "open_clip" or "clip"; if another program has packed
             the weights, its `quant_method`, such as "gptq".
         config: a configuration of llamoe.
-        tensors: key of stock's modules to tensor, with stacked experts.
-        dropped: source key to the reason why the tensor is not in `tensors`.
-        companions: file name to content of tokenizer, template and licence files, as a Hugging Face folder has them.
+        tensors: the weights by their keys in transformers' modules, with stacked experts; packed ones are dequantized.
+        dropped: key in the source of each tensor that is not in `tensors`, to the reason.
+        companions: tokenizer, chat template and licence files of a Hugging Face folder, name to content.
         sources: the weight files.
-        notes: what a user should know about how the source was read.
+        notes: sentences for the user about how the source was read.
         quantization: llamoe's format in which the weights are stored, or which holds another program's codes exactly;
-            None for plain weights and all other formats. `tensors` are dequantized.
+            None for plain weights and all other formats.
         stored: if weights are packed, key to tensor as the files have them.
-        in_16_bit: if another program has packed weights, names of modules that it left in 16 bit, or their endings.
+        in_16_bit: if another program has packed weights, names of modules that it left in 16 bits, or their endings.
     """
 
     path: Path
@@ -60,20 +60,20 @@ class Checkpoint:
 
 @dataclass
 class Report:
-    """What a conversion did, or with `dry_run` would do.
+    """What a conversion has written, or with `dry_run` would write.
 
     Attributes:
         source, target: paths.
         kind: kind of the source, see `Checkpoint`.
         to: "hf", "meta" or "tower".
         files: weight files of the target.
-        tensors: how many tensors they hold.
-        bytes: size of those tensors.
-        dropped: source key to the reason why it was left out.
-        notes: what else a user should know.
+        tensors: number of tensors in these files.
+        bytes: bytes of all tensors.
+        dropped: key in the source of each tensor that was left out, to the reason.
+        notes: sentences for the user.
         seconds: duration of writing.
-        dry_run: whether nothing was written.
-        parts: where weights were packed, part of the model to its bytes before and after, largest first.
+        dry_run: True if nothing was written.
+        parts: if weights were packed, part of the model to its bytes before and after, largest first; else empty.
     """
 
     source: str
@@ -90,7 +90,7 @@ class Report:
     parts: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     def sections(self) -> list[tuple[str, list[tuple[str, str]]]]:
-        """List titles with rows of a label and a text, for printing. GB are 10^9 bytes."""
+        """Return the report for printing: titles, each with rows of a label and a text. GB are 10^9 bytes."""
         size = self.bytes / 1e9
         rows = [
             ("source", f"{self.source} ({self.kind})"),
@@ -117,13 +117,13 @@ def _shorten(names: list[str]) -> str:
 
 
 def carry_out(plan: Plan, checkpoint: Checkpoint, target: Path, to: str, options: WriteOptions) -> Report:
-    """Write a plan unless this is a dry run, and report on it.
+    """Write a plan unless the options ask for a dry run, and return the report.
 
-    Names, sizes, times and inodes of the source's files become part of the plan's identity, so that a conversion is not
+    Paths, sizes, times and inodes of the source's files become part of the plan's identity, so that a conversion is not
     resumed from a changed source.
     """
     begun = time.monotonic()
-    # st_dev is left out: it may change at a restart.
+    # st_dev is left out, since it may change when the machine restarts.
     files = [[str(path.absolute()), *stamp_of(path.stat())[:3]] for path in checkpoint.sources]
     plan.identity = {"source": files, "to": to, **plan.identity}
     if not options.dry_run:
@@ -144,7 +144,7 @@ def carry_out(plan: Plan, checkpoint: Checkpoint, target: Path, to: str, options
 
 
 def main_dtype(tensors: Mapping[str, LazyTensor]) -> torch.dtype:
-    """Return the dtype that most elements have."""
+    """Return the dtype of most elements."""
     counts = Counter()
     for tensor in tensors.values():
         counts[tensor.dtype] += tensor.numel
@@ -152,9 +152,9 @@ def main_dtype(tensors: Mapping[str, LazyTensor]) -> torch.dtype:
 
 
 def take_part(whole: Checkpoint, part: str, reason: str) -> Checkpoint:
-    """Take the decoder ("text_config") or the tower ("vision_config") of a multimodal checkpoint.
+    """Take the decoder ("text_config") or the tower ("vision_config") out of a multimodal checkpoint.
 
-    The other tensors are dropped for the reason.
+    The other tensors are listed as dropped, with the reason.
     """
     prefix = {"text_config": "language_model.", "vision_config": "vision_model."}[part]
     kept = {key: tensor for key, tensor in whole.tensors.items() if key.startswith(prefix)}
@@ -176,45 +176,45 @@ def expected_shapes(config: LlamoeBaseConfig) -> dict[str, tuple[int, ...]]:
 def check_model(
     config: LlamoeBaseConfig,
     tensors: Mapping[str, LazyTensor],
-    place: str,
+    source: str,
 ) -> dict[str, LazyTensor]:
     """Compare tensors with the model that a configuration describes, and return them in the model's order.
 
-    `place` is the file or folder for errors.
+    `source` is the checkpoint's file or folder, for errors.
 
     Raises:
-        CheckpointError: one is missing, unknown, of another shape, or of a dtype that weights do not have.
+        CheckpointError: a tensor is missing, unknown, has another shape, or a dtype that is not float32, float16 or
+            bfloat16.
     """
     expected = expected_shapes(config)
     for name, tensor in tensors.items():
         if name not in expected:
-            origin = tensor.origin or place
             raise CheckpointError(
-                f"{origin}: the model that the configuration describes has no {name}. {_MISMATCH}"
+                f"{tensor.origin or source}: the model that the configuration describes has no {name}. {_MISMATCH}"
             )
         if tensor.shape != expected[name]:
             raise CheckpointError(
-                f"{tensor.origin}: gives {name} of shape {list(tensor.shape)}, but the configuration has "
+                f"{tensor.origin}: makes {name} of shape {list(tensor.shape)}, but the configuration has "
                 f"{list(expected[name])}. {_MISMATCH}"
             )
         check_plain(tensor)
     if missing := [name for name in expected if name not in tensors]:
-        raise CheckpointError(f"{place}: {listed(missing)} missing; the checkpoint is not whole.")
+        raise CheckpointError(f"{source}: {listed(missing)} missing; the checkpoint is incomplete.")
     return {name: tensors[name] for name in expected}
 
 
 def check_plain(tensor: LazyTensor) -> None:
-    """Refuse a tensor that is not float32, float16 or bfloat16."""
+    """Raise a `CheckpointError` if a tensor has a dtype that plain weights do not have: integers, 8 bits."""
     if not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
         raise CheckpointError(
-            f"{tensor.origin}: has dtype {str(tensor.dtype).removeprefix('torch.')}; plain float32, float16 or "
-            "bfloat16 weights were expected. Quantized weights are not converted."
+            f"{tensor.origin}: has dtype {tensor.dtype_name}; weights in float32, float16 or bfloat16 were "
+            "expected. Give the model before it was quantized."
         )
 
 
 def tied_head(config: LlamoeBaseConfig) -> dict[str, str]:
     """Map the key of the output head to that of the embedding; empty if the configuration does not tie them."""
-    # A tower has no such field.
+    # A tower's configuration has no such field.
     if not getattr(config.get_text_config(), "tie_word_embeddings", False):
         return {}
     prefix = "language_model." if isinstance(config, LlamoeConfig) else ""
@@ -222,9 +222,10 @@ def tied_head(config: LlamoeBaseConfig) -> dict[str, str]:
 
 
 def tie_heads(config: LlamoeBaseConfig, tensors: dict[str, LazyTensor]) -> dict[str, str]:
-    """Remove an output head that is tied to the embedding from `tensors`; return its key with the reason.
+    """Remove an output head from `tensors` if the configuration ties it to the embedding; return its key and a reason.
 
-    Reading the embedding then compares both: with different tensors transformers does not tie the head.
+    From then on, reading the embedding compares it with the stored head and refuses if they differ: transformers would
+    load that head, although the configuration ties it.
 
     Raises:
         CheckpointError: embedding and head differ in shape or dtype.
@@ -241,7 +242,7 @@ def tie_heads(config: LlamoeBaseConfig, tensors: dict[str, LazyTensor]) -> dict[
 
 
 def check_source(path: Path) -> None:
-    """Refuse a path that does not exist, or that is an unfinished target, with a `CheckpointError`."""
+    """Raise a `CheckpointError` if a path does not exist, or is a target that was left unfinished."""
     if not path.exists():
         raise CheckpointError(f"{path}: no such file or folder.")
     check_whole(path)

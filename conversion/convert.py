@@ -1,4 +1,4 @@
-"""Conversion of Meta's, Mistral AI's and Hugging Face's folders to Hugging Face's and Meta's: `llamoe convert`."""
+"""Convert checkpoints to Hugging Face's or Meta's format: `llamoe convert`."""
 
 import copy
 import json
@@ -40,25 +40,25 @@ def convert(
     """Convert a language or multimodal checkpoint between formats.
 
     Args:
-        source: a folder in Meta's, Mistral AI's or Hugging Face's format; it is never changed. Weights that `quantize`
-            has packed are unpacked.
+        source: a folder in Meta's, Mistral AI's or Hugging Face's format, or a GGUF file; it is never changed. Packed
+            weights are unpacked.
         target: a folder that does not exist or is empty.
-        to: "hf" or "meta".
-        shards: for "meta", the number of files that each tensor is split over; it divides the key/value heads. None
-            takes as many as Meta's releases of that size have: one up to 17.5 GB.
-        experts: for "hf", "fused" (stacked, as stock) or "split" (a linear layer for each expert).
-        instruct: for Meta's and Mistral AI's folders, whether the model was tuned for conversations. It decides on chat
-            template, stop tokens and sampling. None goes by the folder's name.
+        to: format of the target: "hf" (Hugging Face) or "meta".
+        shards: for "meta": number of files that each tensor is split over, a divisor of the number of key/value heads.
+            None takes as many as Meta's releases of that size have: one up to 17.5 GB.
+        experts: for "hf": "fused" (stacked, as transformers has them) or "split" (a linear layer for each expert).
+        instruct: for Meta's and Mistral AI's folders: whether the model was tuned for conversations, which decides on
+            chat template, stop tokens and sampling. None decides by the folder's name.
         rope_scaling: entries of the target's `rope_parameters`, as a dictionary or as JSON. With a `rope_type` they
             replace the source's scaling; `{"rope_type": "default"}` removes it. Without a `rope_type` they change only
             the entries that they name: `{"factor": 32}`. The base `rope_theta` stays unless it is given.
-        layout, dtype, shard_size, resume, dry_run, progress: as in `WriteOptions`;
-            "meta" has neither `shard_size` nor `layout`.
+        layout, dtype, shard_size, resume, dry_run, progress: as in `WriteOptions`; "meta" ignores `shard_size` and
+            `layout`.
 
     Raises:
-        ValueError: bad options, a target in use, a damaged or unknown source, or weights that are not finite; no file
+        ValueError: bad options, a target in use, a damaged or unknown source, or weights that are not finite. No file
             is left behind.
-        OSError: the disk is full or fails; complete files stay for `resume`.
+        OSError: the disk is full or fails. Complete files stay for `resume`.
     """
     if to not in ("hf", "meta"):
         raise ValueError(f"to = {to!r}: valid are 'hf' and 'meta'.")

@@ -1,4 +1,4 @@
-"""Convert vision towers of open_clip, CLIP and llamoe to llamoe's class, and resize their positions."""
+"""Convert vision towers of any format to llamoe's, and resize their positions: `llamoe vision`."""
 
 import os
 from dataclasses import replace
@@ -24,24 +24,24 @@ def convert_vision(
     dry_run: bool = False,
     progress: Progress | None = None,
 ) -> Report:
-    """Convert a vision tower of open_clip, transformers' CLIP or ours to a folder of `LlamoeVisionModel`.
+    """Convert a vision tower to a folder of `LlamoeVisionModel`.
 
     Args:
-        source: an open_clip file or folder, or a folder of CLIP, MetaCLIP 2, Llama 4 or llamoe; only read.
+        source: an open_clip file or folder, or a folder of CLIP, MetaCLIP 2, Llama 4 or llamoe; it is never changed.
         target: a folder that does not exist or is empty.
-        image_size: side of the pictures that the new tower takes, in pixels, a multiple of the patch size. The position
-            grid is resized as open_clip does it.
+        image_size: side of the pictures that the new tower reads, in pixels, a multiple of the patch size; None keeps
+            the source's. Positions are resized as open_clip does it.
         model: the architecture's name in open_clip, such as "ViT-L-14-quickgelu"; needed for an open_clip file without
-            open_clip_config.json. For the same weights open_clip has architectures with either activation.
+            open_clip_config.json. It decides on the activation, which the weights do not show.
         dtype, resume, dry_run, progress: as in `WriteOptions`.
 
     Returns:
-        what was written; its notes say where the activation came from and what was changed.
+        a report, whose notes say where the activation was read and what was changed.
 
     Raises:
-        ValueError: bad options, a target in use or inside the source, a file that nothing describes, or a damaged
-            source; no file is left behind.
-        OSError: the disk is full or fails; complete files stay for `resume`.
+        ValueError: bad options, a target in use, a file that nothing describes, or a damaged source. No file is left
+            behind.
+        OSError: the disk is full or fails. Complete files stay for `resume`.
     """
     target = Path(target)
     options = WriteOptions("llamoe", dtype, resume=resume, dry_run=dry_run, progress=progress)

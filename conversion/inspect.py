@@ -1,4 +1,4 @@
-"""Describe a checkpoint and its memory from headers alone: no weight is read."""
+"""Describe a checkpoint and the memory that it needs, from headers of files: `llamoe inspect`. No weight is read."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from .hf import in_words, read_config
 from .io import LazyTensor
 from .open import family_of, open_checkpoint
 
-# Configuration fields that are shown if present.
+# Configuration fields that are shown if the model has them.
 _SIZES = (
     "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size",
     "intermediate_size_mlp", "num_local_experts", "num_experts_per_tok", "interleave_moe_layer_step", "vocab_size",
@@ -60,24 +60,24 @@ class Inspection:
     """A description of a checkpoint. `dataclasses.asdict` makes it ready for JSON.
 
     Attributes:
-        path: the path that was given.
+        path: the path that was inspected.
         kind: `Checkpoint.kind`, or without weights "preset" or "configuration".
         family: kind of model, in words.
-        sizes: fields of the configuration that determine the size.
-        parameters: `count_parameters` of the configuration: total, and active for one token.
-        stored: elements in the weight files, a tied head counted once; None without weights.
-        dtypes: dtype to number of tensors and bytes.
-        quantization: how the weights are packed, as config.json says it; None for plain ones.
+        sizes: fields of the configuration that determine the model's size.
+        parameters: `count_parameters` of the configuration: "total", and "active" for one token.
+        stored: number of parameters in the weight files, a tied head counted once; None without weights.
+        dtypes: dtype to number of tensors and their bytes.
+        quantization: `QuantizationConfig` of packed weights as a dictionary; None for plain weights.
         files: name of each weight file to its bytes.
         bytes: bytes of all weight files.
-        parts: part of the model to stored parameters and bytes.
-        context, batch: tokens and rows that the cache is computed for; a tower has no context.
-        cache: bytes of its keys and values in bfloat16.
-        needs: bytes of the weights in "bfloat16", and in "int8" and "int4" as `llamoe quantize` writes them, as far as
-            these can store the model. For packed weights, the stored format alone.
-        dropped: key of each tensor that the model does not use to the reason.
-        placement: where each part would go on a machine; None if nobody asked.
-        seconds: duration.
+        parts: part of the model to number of parameters and bytes in the files.
+        context, batch: tokens and rows of the KV cache whose bytes are computed; a tower has no context.
+        cache: bytes of the KV cache in bfloat16.
+        needs: format to bytes of the weights: "bfloat16", and "int8" and "int4" as `llamoe quantize` writes them, if
+            they can store the model. For packed weights, only the stored format.
+        dropped: key of each tensor that the model does not use, to the reason.
+        placement: the planned device of each part of the model; None without `plan`.
+        seconds: duration of the inspection.
     """
 
     path: str
@@ -148,26 +148,25 @@ def inspect(
     adapt_experts: bool | None = None,
     **machine: Any,
 ) -> Inspection:
-    """Inspect a checkpoint by its headers: what it is and how much memory it needs.
+    """Inspect a checkpoint by the headers of its files: what it is and how much memory it needs.
 
     Args:
         path: a folder or file that `open_checkpoint` reads, or its result; without weights, a config.json or the name
             of a preset.
-        context: tokens of prompt and answer that the cache is computed for, the prompt read in one pass; by default
-            8192, or the model's limit if that is lower.
-        batch: rows that the cache is computed for.
-        plan: also say where each part would go on a machine, as `plan_placement` plans it.
-        train: for the plan: one of a step of training LoRA adapters, with room for it. `context` are the tokens of a
-            row then, 1024 by default.
-        rank: for training: of the adapters; by default 8.
-        adapt_experts: for training: whether routed experts have adapters; by default they have.
-        **machine: for the plan: gpus, gpu_memory, ram, bits, quantization, prefill and headroom of `plan_placement`,
+        context: tokens of prompt and answer in the KV cache; None takes 8192, or the model's limit if that is lower.
+        batch: rows of the KV cache.
+        plan: also plan the device of each part of the model, by `plan_placement`.
+        train: with `plan`: keep memory for a step of training LoRA adapters. `context` is then the number of tokens in
+            a row; None takes 1024.
+        rank: with `train`: rank of the adapters; None takes 8.
+        adapt_experts: with `train`: whether routed experts have adapters; None takes True.
+        **machine: with `plan`: gpus, gpu_memory, ram, bits, quantization, prefill and headroom of `plan_placement`,
             with its defaults.
 
     Raises:
         CheckpointError: the path does not exist, or a file is missing or damaged.
-        ValueError: a context beyond the model's limit, or a batch below 1; arguments of a plan without one, or a plan
-            of a model that has no place on such a machine.
+        ValueError: `context` is beyond the model's limit; `batch` is below 1; `machine` without `plan`; or the model
+            does not fit such a machine.
     """
     begin = time.perf_counter()
     count_of("batch", batch)
@@ -175,7 +174,7 @@ def inspect(
         count_of("context", context)
     machine = {name: value for name, value in machine.items() if value is not None}
     if machine and not plan:
-        raise ValueError(f"{', '.join(machine)}: only a plan uses these: give plan (--plan), too.")
+        raise ValueError(f"{', '.join(machine)}: have an effect only with plan (--plan).")
     if train:
         context = DEFAULT_TOKENS if context is None else context
         machine |= {"adapters": 8 if rank is None else rank, "adapt_experts": adapt_experts is not False}
@@ -189,7 +188,7 @@ def inspect(
     if plan:
         placement = plan_placement(source, context=context, batch=batch, **machine)
     files = {file.name: file.stat().st_size for file in checkpoint.sources}
-    # Of quantized weights, count the elements of the dequantized tensors and the bytes of the stored ones.
+    # Quantized weights count with the elements of the dequantized tensors, and with the bytes of the stored ones.
     numbers = ((key, tensor.numel, 0) for key, tensor in tensors.items())
     sizes_in_files = ((key, 0, tensor.nbytes) for key, tensor in in_files.items())
     return Inspection(
@@ -214,17 +213,17 @@ def inspect(
     )
 
 
-def _open(given: str | os.PathLike | Checkpoint) -> Checkpoint:
+def _open(source: str | os.PathLike | Checkpoint) -> Checkpoint:
     """Open a checkpoint, or a configuration or preset without weights."""
-    if isinstance(given, Checkpoint):
-        return given
-    path = Path(given)
-    # The name may be too long, or the folder unreadable.
-    with reading(given):
-        if not str(given) or not path.exists():
-            if str(given) in PRESETS:
-                return Checkpoint(path, "preset", preset(str(given)), {})
-            raise CheckpointError(f"{str(given)!r}: no such folder or file, and no preset of that name.")
+    if isinstance(source, Checkpoint):
+        return source
+    path = Path(source)
+    # The name may be too long for the system, or the folder unreadable.
+    with reading(source):
+        if not str(source) or not path.exists():
+            if str(source) in PRESETS:
+                return Checkpoint(path, "preset", preset(str(source)), {})
+            raise CheckpointError(f"{str(source)!r}: no such folder or file, and no preset of that name.")
         file = path / "config.json" if path.is_dir() else path
         is_bare = path.is_dir() and not any(_WEIGHTS.search(inner.name) for inner in path.iterdir())
         if file.suffix == ".json" and file.is_file() and (is_bare or path.is_file()):
@@ -235,7 +234,7 @@ def _open(given: str | os.PathLike | Checkpoint) -> Checkpoint:
 
 
 def _cache(config: LlamoeBaseConfig, context: int | None, batch: int) -> tuple[int | None, int]:
-    """Count the tokens of the cache, and its bytes; a tower has none."""
+    """Return the number of tokens in the KV cache, and its bytes; None and 0 for a tower."""
     if isinstance(config, LlamoeVisionConfig):
         return None, 0
     if context is None:
@@ -244,11 +243,11 @@ def _cache(config: LlamoeBaseConfig, context: int | None, batch: int) -> tuple[i
 
 
 def _source(checkpoint: Checkpoint, is_quantized_next: bool) -> Source:
-    """Return the plan's input: the files if `from_pretrained` reads this format, else the configuration."""
+    """Return what is planned: the stored tensors if `from_pretrained` reads this format, else the configuration."""
     quantization = None if checkpoint.quantization is None else checkpoint.quantization.to_dict()
     is_packed_by_others = checkpoint.stored and checkpoint.kind not in ("hf", "gguf")
     if (is_packed_by_others or checkpoint.kind == "configuration") and not is_quantized_next:
-        # The configuration says how another program has packed the weights: plan the bytes of the loaded model.
+        # config.json says how another program has packed the weights; the bytes of the loaded model are planned.
         return read_source(checkpoint.path)
     if checkpoint.kind != "hf":
         return Source(checkpoint.config, quantization)
@@ -261,20 +260,20 @@ def _source(checkpoint: Checkpoint, is_quantized_next: bool) -> Source:
 
 
 def _needs(checkpoint: Checkpoint, source: Source) -> dict[str, int]:
-    """Count bytes of the weights in bfloat16, int8 and int4; of packed weights in their format alone."""
+    """Count the bytes of the weights in bfloat16, int8 and int4; of packed weights only in their format."""
     if checkpoint.quantization is not None:
         stored = packed_bytes(checkpoint.config, checkpoint.quantization, are_stored=True)
         return {checkpoint.quantization.weights: sum(stored.values())}
     sizes = {"bfloat16": sum(weight_bytes(source.model, 16).values())}
     for name in ("int8", "int4"):
-        # Some sizes are not a multiple of the format's group size.
+        # The format cannot store sizes that are no multiple of its group size.
         with contextlib.suppress(ValueError):
             sizes[name] = sum(packed_bytes(checkpoint.config, QuantizationConfig(name)).values())
     return sizes
 
 
 def _arguments(plan: PlacementPlan) -> str:
-    """Write the arguments of `from_pretrained` for a plan, or how to get them if they are too long for a line."""
+    """Format the arguments of `from_pretrained` for a plan, or say how to save them if they are too long."""
     if len(plan.device_map) <= 2:
         return ", ".join(f"{name}={value!r}" for name, value in plan.arguments().items())
     memory = "" if plan.experts_memory is None else f", experts_memory={plan.experts_memory}"
@@ -289,7 +288,7 @@ def _text(value: Any) -> str:
 
 
 def _sizes_of(config: LlamoeBaseConfig) -> dict[str, Any]:
-    """List the fields that determine the model's size, and which tokens a layer attends to."""
+    """Return the fields that determine the model's size and which tokens attend to each other."""
     if isinstance(config, LlamoeConfig):
         tower = {f"vision {name}": value for name, value in _sizes_of(config.vision_config).items()}
         return {**_sizes_of(config.text_config), **tower}

@@ -1,4 +1,4 @@
-"""Grouped-query attention from multi-head attention: groups of key/value heads are merged."""
+"""Make grouped-query attention from multi-head attention by merging groups of key/value heads: `llamoe gqa`."""
 
 import copy
 import re
@@ -29,16 +29,16 @@ def merge_kv_heads(
     dry_run: bool = False,
     progress: Progress | None = None,
 ) -> Report:
-    """Merge the key/value heads of a decoder into fewer by mean pooling, as a start for further training.
+    """Replace each group of a decoder's key/value heads by its mean, as a start for further training.
 
-    Means are computed in a wider dtype (float32, or float64 for float32) and cast back. Where the heads of each group
-    are equal, the function stays the same; otherwise the model needs some training (the paper: 5 % of the
-    original's). Works for dense, mixture and multimodal models; the tower of a multimodal model is unchanged.
+    Means are computed in a wider dtype (float32, or float64 for float32) and cast back. If the heads of each group are
+    equal, the model computes the same as before; otherwise it needs further training (Ainslie et al. 2023: 5 % of the
+    original's). Dense, mixture and multimodal models are converted; the tower of a multimodal model is unchanged.
 
     Args:
         source: a model of any format that `open_checkpoint` reads.
         target: the folder to write.
-        kv_heads: number of key/value heads of the result; divides the source's. 1 makes multi-query attention.
+        kv_heads: number of key/value heads of the result, a divisor of the source's. 1 makes multi-query attention.
         layout, dtype, shard_size, resume, dry_run, progress: as in `WriteOptions`.
 
     Raises:
@@ -76,7 +76,7 @@ def merge_heads(tensor: LazyTensor, before: int, after: int) -> LazyTensor:
 
     def merge(rows: torch.Tensor) -> torch.Tensor:
         grouped = rows.unflatten(0, (after, before // after, head_dim))
-        # The wider dtype sums equal numbers exactly, so that their mean is that number again.
+        # In the wider dtype the sum of equal numbers is exact, so that their mean is the number itself.
         wide = torch.float32 if rows.dtype.itemsize < 4 else torch.float64
         return grouped.to(wide).mean(1).to(rows.dtype).flatten(0, 1)
 

@@ -1,4 +1,4 @@
-"""Opens a checkpoint of any format; the format is recognised by its files."""
+"""Open a checkpoint of any format; its files show which format it has."""
 
 import os
 from dataclasses import replace
@@ -33,31 +33,33 @@ def open_checkpoint(
     """Open a checkpoint of any format that llamoe supports.
 
     Args:
-        path: a folder in Meta's format (params.json, consolidated.00.pth), Mistral AI's (params.json, one
-            consolidated.safetensors or .pth) or Hugging Face's (config.json), or a vision tower of open_clip or CLIP,
-            which may be a single file, or a GGUF file. Of a folder in both Mistral AI's and Hugging Face's format
-            the latter is read.
-        companions: whether to read the tokenizer and related files; converting Meta's takes seconds.
-        instruct: for Meta's and Mistral AI's folders, whether the model was tuned for conversations; None goes by the
-            folder's name.
-        model: for open_clip, the architecture's name, as in `convert_vision`.
+        path: a folder in Meta's format (params.json, consolidated.00.pth and so on), in Mistral AI's (params.json,
+            consolidated.safetensors or .pth) or in Hugging Face's (config.json); a GGUF file; or a vision tower: a
+            file of open_clip, or a folder of open_clip or CLIP. In a folder with both Mistral AI's and Hugging Face's
+            files, the latter are read.
+        companions: read the tokenizer and related files, too; converting Meta's takes seconds.
+        instruct: for Meta's and Mistral AI's folders: whether the model was tuned for conversations; None decides by
+            the folder's name.
+        model: for a tower of open_clip: the architecture's name, as in `convert_vision`.
 
     Raises:
         CheckpointError: the path does not exist, has another format, is damaged, or is an unfinished target.
-        ValueError: a model is given for a checkpoint that describes itself, or is missing.
+        ValueError: `model` is given for a checkpoint that describes itself, or missing for one that does not.
     """
     path = Path(path)
     check_source(path)
     if is_gguf(path):
         return open_gguf(path, companions=companions)
-    # Tested before Hugging Face's format: folders of open_clip on the Hub have timm's config.json, too.
+    # Before Hugging Face's format, since folders of open_clip on the Hub also have a config.json, of timm.
     kind = tower_kind(path)
     if kind == "open_clip":
         return open_open_clip(path, model)
     if model is not None:
-        raise ValueError(f"model = {model!r}: {path} is not an open_clip checkpoint, and describes itself.")
+        raise ValueError(
+            f"model = {model!r}: only a file of open_clip needs a name, and {path} is none. Leave it out."
+        )
     if is_mistral(path):
-        # Mistral AI's repositories have Hugging Face's files, too.
+        # Mistral AI's repositories often have Hugging Face's files, too.
         if not (path / "config.json").is_file() or find_weights(path) is None:
             return open_mistral(path, companions=companions, instruct=instruct)
     elif (path / "params.json").is_file() or any(path.glob("consolidated*.pth")):
@@ -74,20 +76,20 @@ def open_checkpoint(
 
 
 def open_tower(path: str | os.PathLike, *, model: str | None = None) -> Checkpoint:
-    """Open a vision tower of any format, or that of a multimodal model; for the arguments see `convert_vision`.
+    """Open a vision tower of any format, or the tower of a multimodal model; for the arguments see `convert_vision`.
 
-    `companions` of the result hold preprocessor_config.json if the source says how pictures are prepared, and always
-    for a source of open_clip, which has defaults.
+    The result's `companions` include preprocessor_config.json if the source says how pictures are prepared. open_clip's
+    always do, since it has defaults.
 
     Raises:
-        CheckpointError: beside the reasons of `open_checkpoint`, there is no tower.
+        CheckpointError: the model has no tower, or for the reasons of `open_checkpoint`.
     """
     tower = open_checkpoint(path, companions=False, model=model)
     if isinstance(tower.config, LlamoeConfig):
         tower = take_part(tower, "vision_config", "not part of the tower")
         tower.config.architectures = ["LlamoeVisionModel"]
     if not isinstance(tower.config, LlamoeVisionConfig):
-        raise CheckpointError(f"{path}: is no vision tower, but {family_of(tower.config)}.")
+        raise CheckpointError(f"{path}: is no vision tower but {family_of(tower.config)}.")
     if tower.kind in ("open_clip", "clip"):
         return tower
     return replace(tower, companions=tower_companions(Path(path)))
@@ -101,11 +103,10 @@ def open_source(
     instruct: bool | None = None,
     may_be_packed: bool = False,
 ) -> Checkpoint:
-    """Open the source of a conversion, after checking that the target is not in use.
+    """Open the source of a conversion, after checking that the target can be written.
 
     Raises:
-        CheckpointError: beside the reasons of `open_checkpoint`, quantized weights where the result should be made of
-            the original ones.
+        CheckpointError: for the reasons of `open_checkpoint`, or quantized weights if `may_be_packed` is False.
     """
     check_apart(Path(source), Path(target))
     check_target(Path(target), resume)
@@ -116,11 +117,11 @@ def open_source(
 
 
 def check_unpacked(checkpoint: Checkpoint) -> None:
-    """Refuse quantized weights with a `CheckpointError`."""
+    """Raise a `CheckpointError` if the weights are quantized."""
     if checkpoint.quantization is not None:
         raise CheckpointError(
-            f"{checkpoint.path}: is quantized already ({in_words(checkpoint.quantization)}). Give the weights that it "
-            "was made of, or what `llamoe convert` makes of it in 16 bit."
+            f"{checkpoint.path}: is quantized already ({in_words(checkpoint.quantization)}). Give the model before it "
+            "was quantized, or convert this one to 16 bits first (llamoe convert)."
         )
 
 

@@ -1,4 +1,4 @@
-"""Write the folder that a quantized model would save, block by block, without loading the model."""
+"""Quantize a model to int4 or int8, block by block, without loading it: `llamoe quantize`."""
 
 import os
 import re
@@ -31,32 +31,32 @@ def quantize(
 ) -> Report:
     """Write a model with its routed experts and linear layers in 4 or 8 bits.
 
-    The folder has the tensors that `save_pretrained` writes of a model that was loaded with a `QuantizationConfig`, bit
-    by bit, and `from_pretrained` loads it as it is. Weights of float32 and float16 are rounded to bfloat16 first. One
-    matrix is in memory at a time, of a stack that of one expert.
+    The tensors are bit by bit those of a model that was loaded with a `QuantizationConfig` and saved by
+    `save_pretrained`; `from_pretrained` loads the folder. Weights in float32 and float16 are rounded to bfloat16 first.
+    One matrix, or one expert's matrix, is in memory at a time.
 
     If another program has packed the source in 4 bits (GPTQ, AWQ and others), int4 keeps its codes. Modules that the
-    source has in 16 bit stay so.
+    source has in 16 bits stay so.
 
     Args:
-        source: a model of any format that `open_checkpoint` reads, but not what `quantize` wrote.
+        source: a model of any format that `open_checkpoint` reads, but no folder that `quantize` has written.
         target: the folder to write.
         to: "int4" (a scale and a zero point for each group of inputs) or "int8" (a scale for each output).
-        group_size: for int4: inputs that share a scale: 32, 64, 128 or 256. None takes that of a source which another
-            program has packed in 4 bits, and 32 for others.
-        experts: whether routed experts are quantized.
-        linears: whether linear layers of the decoder are quantized.
-        search: whether scales are searched that minimise the squared error, which takes longer.
-        keep: `modules_to_not_convert` of `QuantizationConfig`: a name, or names, of more modules that stay in 16 bit.
+        group_size: for int4: number of inputs that share a scale: 32, 64, 128 or 256. None takes the source's number if
+            another program has packed it in 4 bits, else 32.
+        experts: quantize routed experts.
+        linears: quantize linear layers of the decoder.
+        search: search the scales with the least squared error, which takes longer.
+        keep: `modules_to_not_convert` of `QuantizationConfig`: names of more modules that stay in 16 bits.
         instruct: as in `convert`.
         shard_size, resume, dry_run, progress: as in `WriteOptions`.
 
     Returns:
-        what was written; its `parts` are the bytes of each part before and after.
+        a report, whose `parts` are the bytes of each part of the model before and after.
 
     Raises:
-        ValueError: options that contradict one another, sizes that the format cannot store, or a source that is
-            quantized already or has nothing to quantize.
+        ValueError: options contradict each other, the format cannot store a size, or the source is quantized already or
+            has nothing to quantize.
         CheckpointError: a missing or damaged file (also a ValueError).
     """
     if to not in WEIGHTS:
@@ -81,7 +81,7 @@ def quantize(
 
 
 def _check_names(names: Sequence[str], checkpoint: Checkpoint) -> None:
-    """Refuse names of modules that the model does not have: a misspelt one would be quantized in silence."""
+    """Raise a `ValueError` for names of modules that the model does not have, since they would have no effect."""
     modules = {key.rpartition(".")[0] for key in checkpoint.tensors}
     for name in names:
         try:
@@ -89,4 +89,4 @@ def _check_names(names: Sequence[str], checkpoint: Checkpoint) -> None:
         except re.error:
             is_there = False
         if not is_there:
-            raise ValueError(f"keep = {name!r}: the model has no module whose name is or ends so.")
+            raise ValueError(f"keep = {name!r}: no module of the model has this name, or one that ends so.")

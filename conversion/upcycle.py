@@ -1,30 +1,29 @@
-"""Upcycling: make a mixture of experts from a dense LLaMA that computes the same function.
+"""Upcycling: make a mixture of experts from a dense LLaMA, which computes the same: `llamoe upcycle`.
 
 The method is that of Komatsuzaki et al. 2022, arXiv:2212.05055. Llama 4's mixture maps a token x to
 
     y(x) = shared(x) + sum of e_i(s_i x) over the chosen experts i,    s_i = sigmoid(w_i . x).
 
 The shared expert gets the dense feed-forward f. Routed experts get the gate and up projections of f, and a down
-projection of zero. So e_i(z) = 0 for every z, and y = f for any router, number of chosen experts, jitter, dropout or
-capacity. Copies of f as routed experts, as in the paper, would not do: SwiGLU is not homogeneous, so f(s x) is no
-multiple of f(x), and s is unknown.
+projection of zero. So e_i is 0, and y = f for any router, number of chosen experts, jitter, dropout or capacity. Copies
+of f as routed experts, as in the paper, would not compute the same, since SwiGLU is not homogeneous: f(s x) is no
+multiple of f(x).
 
-Training begins at the down projections. With h(s x) the inner state of an expert, their gradient h(s x)^T dL/dy is not
-zero, and it differs between experts, as each gets other tokens. Gates, up projections and routers get gradients through
-the down projections, so from the second step on, as with LoRA's zero factor.
+In training, the down projections learn first. Their gradient h(s x)^T dL/dy, with h the inner state of an expert, is
+not zero, and differs between experts, which get different tokens. Gates, up projections and routers get gradients
+through the down projections, so from the second step on.
 
-Feed-forwards are equal bit by bit, since a finite number times zero is zero and f(x) + 0 is f(x). Llama 4 rotates
-neighbouring channels and Hugging Face's LLaMA channels half a head apart, so rows of q and k are permuted within their
-heads. Products of queries and keys are then summed in another order, so logits differ by rounding (about 1e-6 in
-float32).
+Feed-forwards are equal bit by bit. Llama 4 rotates neighbouring channels and Hugging Face's LLaMA rotates channels half
+a head apart, so rows of q and k are permuted within their heads. Their products are then summed in another order, so
+logits differ by rounding (about 1e-6 in float32).
 
-In Mixtral's mixture scores multiply outputs, and those of the chosen experts sum to 1:
+In Mixtral's mixture, scores multiply the experts' outputs, and the scores of the chosen experts sum to 1:
 
     y(x) = sum of p_i e_i(x) over the chosen experts i,    p = softmax of the logits / its sum over the chosen.
 
-Every e_i is f, as in the paper, so y = f for any router, up to rounding. Rows of q and k, and windows, stay. While the
-experts are equal, the gradient of the router is zero. Each expert gets gradients of its own tokens at once, so experts
-differ and routers learn from the second step on.
+Every e_i is f, as in the paper, so y = f for any router, up to rounding. Rows of q and k, and windows, are unchanged.
+While the experts are equal, the router's gradient is zero. Experts get gradients of different tokens, so they differ,
+and routers learn, from the second step on.
 """
 
 import copy
@@ -46,7 +45,7 @@ from .hf import save_hf
 from .io import Computed, LazyTensor, Progress, WriteOptions, join, permute_pairs, stack
 from .open import family_of, open_source
 
-# Random elements per block.
+# Number of random elements that are drawn at once.
 _PIECE = 1 << 20
 _PARTS = ("gate_proj", "up_proj", "down_proj")
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
@@ -70,27 +69,27 @@ def upcycle(
 ) -> Report:
     """Make a mixture of experts from a dense LLaMA.
 
-    The result computes the same function as the source, whatever its routers choose; the module's docstring proves it.
+    The result computes the same as the source, whatever its routers choose; the module's docstring shows why.
     Tokenizer, chat template and generation configuration are copied.
 
     Args:
         source: a dense LLaMA of any format that `open_checkpoint` reads.
         target: the folder to write.
-        experts: number of routed experts of each mixture layer, at least 1.
-        family: "llama4" adds routed experts to a shared one, which has the dense weights; "mixtral" makes experts that
-            are copies of the dense feed-forward, and keeps windows. None means mixtral for a source with a window,
+        experts: number of routed experts in each mixture layer, at least 1.
+        family: "llama4" adds routed experts to a shared expert with the dense weights; "mixtral" makes experts that are
+            copies of the dense feed-forward, and keeps a sliding window. None is mixtral for a source with a window,
             else llama4.
-        interleave: distance between mixture layers, counted as in Llama 4: 1 means all, 2 layers 1, 3, 5 and so on. In
-            Mixtral all layers are mixtures.
-        top_k: number of experts that a token is sent to, from 1 to `experts`; None means 1 in Llama 4, 2 in Mixtral.
+        interleave: distance between mixture layers, counted as in Llama 4: 1 makes all layers mixtures, 2 makes layers
+            1, 3, 5 and so on mixtures. Mixtral needs 1.
+        top_k: number of experts to which a token is sent, from 1 to `experts`; None is 1 for llama4, 2 for mixtral.
         seed: random seed of routers, at least 0. Each tensor depends on the seed and its own name alone.
         layout, dtype, shard_size, resume, dry_run, progress: as in `WriteOptions`.
 
     Returns:
-        what was written; its notes name the new weights.
+        a report, whose notes name the new weights.
 
     Raises:
-        ValueError: a source that is not a dense LLaMA, or options that describe no mixture.
+        ValueError: the source is no dense LLaMA, or options do not fit it or each other.
         CheckpointError: a missing or damaged file (also a ValueError).
     """
     options = WriteOptions(layout, dtype, shard_size, resume, dry_run, progress)
@@ -103,7 +102,7 @@ def upcycle(
     dense = open_source(source, target, resume)
     if not isinstance(dense.config, LlamoeDenseConfig):
         raise ValueError(
-            f"upcycle: {source} is {family_of(dense.config)}; give a dense LLaMA (llama, mistral, llamoe_dense)."
+            f"upcycle: {source} is no dense LLaMA but {family_of(dense.config)}; give a llama, mistral or llamoe_dense."
         )
     has_window = "sliding_attention" in dense.config.attention_types()
     family = family or ("mixtral" if has_window else "llama4")
@@ -131,7 +130,7 @@ def upcycle(
     ]
     if family == "mixtral" and top_k == 1:
         report.notes.append(
-            "one expert a token: its score is always 1, so that routers learn of the balancing loss alone"
+            "one expert a token: its score is always 1, so that routers learn only from the balancing loss"
         )
     return report
 
@@ -148,16 +147,16 @@ class Mixture:
     def tensors(
         self, name: str, dense: Mapping[str, LazyTensor], config: MixtureConfig
     ) -> dict[str, LazyTensor]:
-        """Return router and experts of the mixture layer `name`, with E experts, hidden size H, inner size I.
+        """Make router and experts of a mixture layer. Shapes: E experts, H hidden size, I inner size of an expert.
 
         Args:
-            name: such as "model.layers.3.feed_forward".
+            name: the layer's feed-forward, such as "model.layers.3.feed_forward".
             dense: the dense feed-forward's gate_proj and up_proj, `[I, H]`, and down_proj, `[H, I]`.
-            config: configuration of the mixture; with a shared expert, the routed ones begin as zero.
+            config: configuration of the mixture; if it has a shared expert, routed experts compute zero.
 
         Returns:
-            the model's three tensors by key: `[E, H]`, `[E, H, 2 I]` and `[E, I, H]`; the experts with their last two
-            axes swapped if they are output-first.
+            key to tensor: the router `[E, H]`, and the experts' stacks `[E, H, 2 I]` and `[E, I, H]`, with the last two
+            axes swapped in Mixtral's family.
         """
         gate, up, down = (dense[part] for part in _PARTS)
         if config.use_shared_expert:
@@ -176,9 +175,9 @@ class Mixture:
 
 
 def as_text_model(dense: Checkpoint, mixture: Mixture | None = None) -> Checkpoint:
-    """Make a dense LLaMA a decoder of Llama 4's family with the same function, with mixture layers if given.
+    """Make a decoder of Llama 4's family that computes the same as a dense LLaMA, with mixture layers if given.
 
-    In the result every layer rotates; none is chunked, none norms or scales queries.
+    All its layers have rotary positions, full attention, and queries that are neither normed nor scaled.
     """
     kept = _fields_of(dense, LlamoeTextConfig)
     kept.update(
@@ -202,11 +201,11 @@ def as_text_model(dense: Checkpoint, mixture: Mixture | None = None) -> Checkpoi
             num_local_experts=mixture.experts,
             num_experts_per_tok=mixture.top_k,
         )
-    return _under(LlamoeTextConfig(**kept), dense, mixture)
+    return _with_config(LlamoeTextConfig(**kept), dense, mixture)
 
 
 def as_mixtral(dense: Checkpoint, mixture: Mixture) -> Checkpoint:
-    """Make a dense LLaMA, with or without a window, a decoder of Mixtral's family with the same function."""
+    """Make a decoder of Mixtral's family that computes the same as a dense LLaMA, with or without a window."""
     if mixture.interleave != 1:
         raise ValueError(
             f"upcycle: interleave = {mixture.interleave}, but every layer of Mixtral's family is a mixture; "
@@ -219,11 +218,11 @@ def as_mixtral(dense: Checkpoint, mixture: Mixture) -> Checkpoint:
         num_local_experts=mixture.experts,
         num_experts_per_tok=mixture.top_k,
     )
-    return _under(LlamoeMixtralConfig(**kept), dense, mixture)
+    return _with_config(LlamoeMixtralConfig(**kept), dense, mixture)
 
 
 def _fields_of(dense: Checkpoint, config_class: type[MixtureConfig]) -> dict[str, Any]:
-    """Return the fields of a dense configuration that `config_class` has, too."""
+    """Return the fields of a dense configuration that `config_class` also has, with copies of their values."""
     config = dense.config
     shared = {field.name for field in fields(config_class)}
     return {
@@ -233,14 +232,14 @@ def _fields_of(dense: Checkpoint, config_class: type[MixtureConfig]) -> dict[str
     }
 
 
-def _under(config: MixtureConfig, dense: Checkpoint, mixture: Mixture | None) -> Checkpoint:
-    """Rename and reorder the dense tensors for another configuration, and add its mixture layers."""
+def _with_config(config: MixtureConfig, dense: Checkpoint, mixture: Mixture | None) -> Checkpoint:
+    """Rename and permute the dense tensors for a mixture's configuration, and add the mixture layers."""
     tensors = {}
     for key, tensor in dense.tensors.items():
         match = _LAYER.fullmatch(key)
         if match:
             is_moe = int(match[1]) in config.moe_layers
-            # Without a shared expert, the routed ones alone hold the dense feed-forward.
+            # Without a shared expert, the dense feed-forward is only in the routed experts.
             if is_moe and not config.use_shared_expert and match[2].startswith("mlp."):
                 continue
             key = f"model.layers.{match[1]}.{_rename(match[2], is_moe, config)}"
@@ -261,7 +260,7 @@ def _rename(rest: str, is_moe: bool, config: MixtureConfig) -> str:
 
 
 def _reorder(rest: str, tensor: LazyTensor, config: MixtureConfig) -> LazyTensor:
-    """Reorder rows of q and k, weights and biases, to the order of pairs of a configuration."""
+    """Permute the rows of q and k, weights and biases, for the rotary pairing of a configuration."""
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     module, _, name = rest.rpartition(".")[0].rpartition(".")
     if module != "self_attn" or name not in heads:
@@ -270,10 +269,10 @@ def _reorder(rest: str, tensor: LazyTensor, config: MixtureConfig) -> LazyTensor
 
 
 def fresh(shape: tuple[int, ...], dtype: torch.dtype, std: float, seed: int, name: str) -> LazyTensor:
-    """View normal random numbers with mean 0, drawn in float32; they depend on seed and name alone."""
+    """View normal random numbers with mean 0, drawn in float32; they depend only on seed and name."""
 
     def draw() -> torch.Tensor:
-        # A random stream of its own for each name.
+        # Each name has its own random stream.
         stream = np.random.default_rng([seed, *name.encode()])
         drawn = torch.empty(shape, dtype=dtype)
         for piece in drawn.view(-1).split(_PIECE):

@@ -1,7 +1,7 @@
 """Name tables of CLIP's towers, from the keys of open_clip and of transformers to those of `LlamoeVisionModel`.
 
-Towers are not written in these formats, so the operations have no inverse. Shapes: D width, P patch side, C channels, G
-patches a side.
+Towers are not written in these formats, so the operations have no inverse. Shapes: D width, P side of a patch in
+pixels, C color channels, G patches along a side of the picture.
 
 Sources: open_clip's `transformer.py`; transformers' CLIP and MetaCLIP 2.
 """
@@ -14,7 +14,7 @@ from ..io import TRANSPOSED, Drop, FusedRows, Operation, Row
 
 
 class _ClassLast(Operation):
-    """Moves the class token's row of positions `[1 + G * G, D]` from the first place to the last."""
+    """Moves the class token's row of the position embeddings `[1 + G * G, D]` from the beginning to the end."""
 
     def convert(self, tensors, sizes):
         return [tensors[0].map(lambda rows: torch.cat([rows[1:], rows[:1]]))]
@@ -31,11 +31,10 @@ def _pairs(source: str, target: str) -> list[Row]:
     return [Row(f"{source}.{kind}", f"{target}.{kind}") for kind in ("weight", "bias")]
 
 
-# Query, key and value in one tensor.
+# Query, key and value, each a third of one tensor's rows.
 _THIRDS = FusedRows(lambda sizes: [1, 1, 1])
-# Reason for dropping the text tower of whole models.
-_TEXT = "part of the text tower, which an image encoder does without"
-_SCALE = "scales the contrastive loss only"
+_TEXT = "part of the text tower, which an image encoder does not need"
+_SCALE = "scales only the contrastive loss"
 OPEN_CLIP_DROPS = [
     *(
         Drop(pattern, _TEXT)

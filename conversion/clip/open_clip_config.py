@@ -1,7 +1,7 @@
-"""What open_clip states about a tower besides its tensors: open_clip_config.json, and its architectures.
+"""Read open_clip's descriptions of a tower: open_clip_config.json, or the table of its architectures.
 
-Architectures are open_clip's own tables, which are read where a file does not describe itself: importing open_clip
-takes as long as importing torch. Nothing is downloaded.
+The table is a part of open_clip, which is imported only for a file without open_clip_config.json, since that takes as
+long as importing torch. Nothing is downloaded.
 """
 
 from collections.abc import Mapping
@@ -11,12 +11,13 @@ from ...configuration.errors import CheckpointError
 
 OPEN_CLIP_CONFIG = "open_clip_config.json"
 _TANH = {"approximate": "tanh"}
-# Fields of vision_cfg that must have their defaults: other values change the function and leave no other tensor.
+# Fields of vision_cfg that must have these defaults. Other values change what the tower computes, and no tensor shows
+# them.
 _DEFAULTS = {"pool_type": "tok", "final_ln_after_pool": False, "pos_embed_type": "learnable"}
 
 
 def side_of(value: Any, name: str, where: object) -> Any:
-    """Return the side of a square, which may be given as a pair."""
+    """Return the side of a square, which may be written as a pair of equal sides."""
     sides = list(value) if isinstance(value, (list, tuple)) else [value]
     if any(side != sides[0] for side in sides):
         raise CheckpointError(f"{where}: {name} is {value}; pictures and patches must be square.")
@@ -27,7 +28,7 @@ def read_model_cfg(model: Mapping[str, Any], where: object) -> dict[str, Any]:
     """Convert a `model_cfg` of open_clip to fields of `LlamoeVisionConfig`; `where` names its file in errors.
 
     Raises:
-        CheckpointError: it cannot be read, or describes a part that ours does not have.
+        CheckpointError: it cannot be read, or describes a part that `LlamoeVisionModel` does not have.
     """
     try:
         vision: dict[str, Any] = model["vision_cfg"]
@@ -38,7 +39,9 @@ def read_model_cfg(model: Mapping[str, Any], where: object) -> dict[str, Any]:
                 )
         act = vision.get("act_kwargs") or {}
         if not model.get("quick_gelu") and act not in ({}, {"approximate": "none"}, _TANH):
-            raise CheckpointError(f"{where}: act_kwargs is {act}, which is no activation here.")
+            raise CheckpointError(
+                f"{where}: act_kwargs is {act}; only GELU, exact or by tanh, can be converted."
+            )
         width = vision.get("width", 768)
         return {
             "hidden_size": width,
@@ -64,5 +67,7 @@ def architecture(name: str) -> dict[str, Any]:
     import open_clip
 
     if name not in open_clip.list_models():
-        raise ValueError(f"model = {name!r}: no architecture of open_clip; see open_clip.list_models().")
+        raise ValueError(
+            f"model = {name!r}: open_clip has no such architecture; see open_clip.list_models()."
+        )
     return cast(dict[str, Any], open_clip.get_model_config(name))

@@ -1,9 +1,8 @@
 """Open open_clip's MetaCLIP towers, and transformers' CLIP and MetaCLIP 2.
 
-The weights do not show their activation: most MetaCLIP releases were trained with QuickGELU, some with GELU, and
-open_clip lists the same weights under architectures with either. It is taken from a description of the weights
-(open_clip_config.json, config.json, the architecture's name in open_clip) and never from a file's name. A tower without
-a description is refused.
+The weights do not show their activation: most MetaCLIP releases were trained with QuickGELU, some with GELU. So the
+activation is read from a description of the weights (open_clip_config.json, config.json, or the architecture's name in
+open_clip), never guessed from a file's name. A tower without a description is refused.
 """
 
 from collections.abc import Mapping
@@ -26,13 +25,13 @@ from .pictures import PROCESSOR, from_open_clip
 OPEN_CLIP_FILES = ("open_clip_model.safetensors", "open_clip_pytorch_model.bin")
 _CLIP_TYPES = ("clip", "clip_vision_model", "metaclip_2", "metaclip_2_vision_model")
 _WITHOUT_PREFIX = ("embeddings.", "encoder.", "pre_layrnorm.", "post_layernorm.")
-# Checkpoints of these classes, or without a class name, have no projection.
+# `architectures` in the config.json of towers without a projection.
 _BARE = (None, [], ["CLIPVisionModel"], ["MetaClip2VisionModel"])
 _LICENCES = ("LICENSE", "NOTICE", "USE_POLICY")
 
 
 def tower_kind(path: Path) -> str | None:
-    """Return the format of a vision tower's folder or file: "open_clip", "clip" (transformers) or None."""
+    """Return the format of a vision tower's folder or file: "open_clip", "clip" (transformers), else None."""
     if path.is_dir():
         if any((path / name).is_file() for name in OPEN_CLIP_FILES):
             return "open_clip"
@@ -47,16 +46,16 @@ def open_open_clip(path: Path, model: str | None) -> Checkpoint:
     """Open a file or folder of open_clip; `model` is the architecture's name, as in `convert_vision`.
 
     Raises:
-        CheckpointError: a file is damaged, a tensor is missing, unknown or of another shape, or the tower has parts
-            that ours cannot express.
-        ValueError: the model is unknown, given for a tower that describes itself, or missing.
+        CheckpointError: a file is damaged; a tensor is missing, unknown or of another shape; or the tower has parts
+            that `LlamoeVisionModel` does not have.
+        ValueError: `model` is unknown, given for a tower that describes itself, or missing for one that does not.
     """
     file = path
     if path.is_dir():
         file = next(path / name for name in OPEN_CLIP_FILES if (path / name).is_file())
     # Distributed training adds this prefix.
     tensors = {name.removeprefix("module."): tensor for name, tensor in open_weights(file)[0].items()}
-    # open_clip_config.json describes the weights beside it only if these have open_clip's own file name.
+    # An open_clip_config.json describes the weights beside it only if their file has the name that open_clip gives.
     described, settings = file.with_name(OPEN_CLIP_CONFIG), {}
     if file.name in OPEN_CLIP_FILES and described.is_file():
         if model is not None:
@@ -67,15 +66,17 @@ def open_open_clip(path: Path, model: str | None) -> Checkpoint:
         where, model_cfg = f"open_clip's {model}", architecture(model)
     else:
         raise ValueError(
-            f"{file}: the tensors do not show with which activation (QuickGELU or GELU) and how many heads they were "
-            "trained. Give open_clip's name of the model, such as model='ViT-L-14-quickgelu', or put "
+            f"{file}: the tensors do not show the activation (QuickGELU or GELU) and the number of heads. Give "
+            "open_clip's name of the model, such as model='ViT-L-14-quickgelu' (--model), or put "
             f"{OPEN_CLIP_CONFIG} beside a file named {' or '.join(OPEN_CLIP_FILES)}."
         )
     fields = read_model_cfg(model_cfg, where)
     notes = [f"activation: {fields['hidden_act']}, by {where}"]
     preprocess = settings.get("preprocess_cfg") or {}
     if not preprocess:
-        notes.append("pixels: open_clip's default preparation, as nothing states another")
+        notes.append(
+            "pixels are prepared as open_clip does by default, since the source has no preprocess_cfg"
+        )
     processor = from_open_clip(preprocess, fields["image_size"], where)
     checkpoint = _checkpoint(path, "open_clip", OPEN_CLIP, fields, tensors, processor, where)
     return replace(checkpoint, sources=[file], notes=notes)
@@ -97,7 +98,7 @@ def open_clip(path: Path) -> Checkpoint:
     }
     try:
         stock: Any = CONFIG_MAPPING[content["model_type"]].from_dict(content)
-    # transformers' classes raise various errors.
+    # transformers' classes raise errors of many types.
     except Exception as error:
         raise CheckpointError(f"{file}: cannot be read as {content['model_type']} ({error}).") from error
     stock = getattr(stock, "vision_config", stock)
@@ -124,7 +125,7 @@ def _checkpoint(
     processor: Mapping[str, Any] | None,
     where: object,
 ) -> Checkpoint:
-    """Make a tower without adapter; `where` is the file with its fields, for errors."""
+    """Make the checkpoint of a tower, which has no adapter; `where` is the file that `fields` come from, for errors."""
     try:
         config = LlamoeVisionConfig(
             **fields,
@@ -141,19 +142,18 @@ def _checkpoint(
 
 
 def tower_companions(path: Path) -> dict[str, bytes]:
-    """Collect the licence files of a folder and the settings of its image processor."""
+    """Collect the licence files of a folder, and its image processor's settings as preprocessor_config.json."""
     return _companions(path, _read_processor(path))
 
 
 def _companions(path: Path, processor: Mapping[str, Any] | None) -> dict[str, bytes]:
-    """Collect the licence files of a folder and the settings of its image processor."""
     files = read_companions(path) if path.is_dir() else {}
     kept = {name: content for name, content in files.items() if name.startswith(_LICENCES)}
     return kept if processor is None else {**kept, PROCESSOR: to_json(processor)}
 
 
 def _read_processor(folder: Path) -> dict[str, Any] | None:
-    """Read the settings of a folder's image processor, from its own file or from the model's processor."""
+    """Read the settings of a folder's image processor, from its own file or from processor_config.json."""
     if (folder / PROCESSOR).is_file():
         return read_json(folder / PROCESSOR)
     whole = folder / "processor_config.json"

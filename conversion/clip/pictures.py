@@ -1,10 +1,12 @@
-"""Convert the settings that prepare pictures for a tower, and resize a tower. Shapes: G patches a side, D width.
+"""Convert a tower's settings for preparing pictures, and resize a tower for pictures of another size.
 
-transformers' preprocessor_config.json and open_clip's `preprocess_cfg` state the same: resize by the short side and
-crop the centre, or squash to a square; bicubic; a mean and a standard deviation for each channel. transformers' class
-for it is `CLIPImageProcessor`. Its PIL variant gives open_clip's pixels with one exception: where an odd number of rows
-or columns is cropped, the crop may start a pixel further up or left. The torchvision variant also resizes a little
-differently.
+open_clip's `preprocess_cfg` and transformers' preprocessor_config.json state the same things: how a picture becomes a
+square (resize by the short side and crop the centre, or squash), the resampling filter, and a mean and a standard
+deviation for each color channel. transformers' `CLIPImageProcessorPil` gives the same pixels as open_clip, except that
+its crop may start a pixel further up or left if an odd number of rows or columns is cropped. The torchvision variant,
+`CLIPImageProcessor`, also resizes a little differently.
+
+Shapes: G patches along a side of the picture, D width.
 """
 
 import copy
@@ -22,10 +24,10 @@ from ...configuration.sizes import count_of
 from ..checkpoint import Checkpoint
 from ..io import LazyTensor
 
-# OpenAI's CLIP; every MetaCLIP model was trained with the same numbers.
+# Of OpenAI's CLIP and every MetaCLIP model, for pixels between 0 and 1.
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
-# PIL's numbers of the filters; "random" means bicubic in evaluation.
+# PIL's numbers of open_clip's filters; "random" means bicubic in evaluation.
 _RESAMPLE = {"bicubic": 3, "bilinear": 2, "random": 3}
 PROCESSOR = "preprocessor_config.json"
 _RESIZE_MODES = ("shortest", "squash")
@@ -33,21 +35,21 @@ _POSITIONS = "positional_embedding_vlm"
 
 
 def from_open_clip(settings: Mapping[str, Any], image_size: int, origin: str) -> dict[str, Any]:
-    """Convert open_clip's `preprocess_cfg` to preprocessor_config.json; missing keys get its defaults.
+    """Convert open_clip's `preprocess_cfg` to preprocessor_config.json; absent keys have open_clip's defaults.
 
     Raises:
         CheckpointError: `CLIPImageProcessor` does not support a value.
     """
-    given = {name: value for name, value in settings.items() if value is not None}
-    mode = given.get("resize_mode", "shortest")
+    settings = {name: value for name, value in settings.items() if value is not None}
+    mode = settings.get("resize_mode", "shortest")
     if mode not in _RESIZE_MODES:
         raise CheckpointError(
-            f"{origin}: resize_mode {mode!r} has no equivalent in transformers' CLIPImageProcessor; "
-            f"{' and '.join(map(repr, _RESIZE_MODES))} have."
+            f"{origin}: resize_mode {mode!r} has no equivalent in transformers' CLIPImageProcessor; valid are "
+            f"{' and '.join(map(repr, _RESIZE_MODES))}."
         )
-    interpolation = given.get("interpolation", "bicubic")
+    interpolation = settings.get("interpolation", "bicubic")
     if interpolation not in _RESAMPLE:
-        raise CheckpointError(f"{origin}: interpolation {interpolation!r} is none of {', '.join(_RESAMPLE)}.")
+        raise CheckpointError(f"{origin}: interpolation {interpolation!r}; valid are {', '.join(_RESAMPLE)}.")
     square = {"height": image_size, "width": image_size}
     return {
         "image_processor_type": "CLIPImageProcessor",
@@ -60,13 +62,13 @@ def from_open_clip(settings: Mapping[str, Any], image_size: int, origin: str) ->
         "do_rescale": True,
         "rescale_factor": 1 / 255,
         "do_normalize": True,
-        "image_mean": _channels(given.get("mean", CLIP_MEAN)),
-        "image_std": _channels(given.get("std", CLIP_STD)),
+        "image_mean": _channels(settings.get("mean", CLIP_MEAN)),
+        "image_std": _channels(settings.get("std", CLIP_STD)),
     }
 
 
 def normalization(processor: Mapping[str, Any]) -> tuple[list[float], list[float]]:
-    """Return mean and standard deviation of pixels between 0 and 1, a number for each channel."""
+    """Return the mean and the standard deviation for pixels between 0 and 1, each a number for each color channel."""
     if not processor.get("do_normalize", True):
         return [0.0] * 3, [1.0] * 3
     mean, std = processor.get("image_mean", CLIP_MEAN), processor.get("image_std", CLIP_STD)
@@ -78,15 +80,14 @@ def _channels(values: Any) -> list[float]:
 
 
 def resize_positions(positions: LazyTensor, grid: int) -> LazyTensor:
-    """Resize a learned position grid as open_clip does when it loads a tower for another picture size.
+    """Resize learned positions as open_clip does when it loads a tower for pictures of another size.
 
     The resize is bicubic with antialiasing, corners not aligned (`open_clip.model.resize_pos_embed`). The class token's
-    row is unchanged. transformers' `interpolate_pos_encoding` has no antialiasing and gives other values, even when it
-    enlarges.
+    row is unchanged. transformers' `interpolate_pos_encoding` has no antialiasing, so its values differ.
 
     Args:
         positions: `[G * G + 1, D]`, class token last.
-        grid: patches a side of the new picture.
+        grid: patches along a side of the new picture.
 
     Returns:
         `[grid * grid + 1, D]` of the same dtype; computed in float32, or in float64 for float64.
@@ -98,7 +99,7 @@ def resize_positions(positions: LazyTensor, grid: int) -> LazyTensor:
 
     def resize(table: torch.Tensor) -> torch.Tensor:
         exact = table.to(torch.promote_types(table.dtype, torch.float32))
-        # Permuted without a copy: with this memory layout torch runs the same kernel as for open_clip.
+        # No copy is made after `permute`: in this memory layout torch runs the same kernel as for open_clip.
         patches = exact[:-1].reshape(1, side, side, width).permute(0, 3, 1, 2)
         resized = torch.nn.functional.interpolate(
             patches, size=(grid, grid), mode="bicubic", antialias=True, align_corners=False
@@ -110,7 +111,7 @@ def resize_positions(positions: LazyTensor, grid: int) -> LazyTensor:
 
 
 def resize(checkpoint: Checkpoint, image_size: int) -> Checkpoint:
-    """Resize a tower for pictures of another size in pixels: its positions and its processor.
+    """Resize a tower's positions, and adapt its processor, for pictures with sides of `image_size` pixels.
 
     Raises:
         ValueError: the size is not a multiple of the patch size, or the grid does not fit the tower's adapter.
@@ -134,13 +135,13 @@ def resize(checkpoint: Checkpoint, image_size: int) -> Checkpoint:
 
 
 def read_processor(checkpoint: Checkpoint) -> dict[str, Any] | None:
-    """Read preprocessor_config.json; None where there is none."""
+    """Read the tower's preprocessor_config.json; None if it has none."""
     content = checkpoint.companions.get(PROCESSOR)
     return None if content is None else json.loads(content)
 
 
 def _with_image_size(processor: Mapping[str, Any], before: int, after: int) -> dict[str, Any]:
-    """Adapt the settings to another side in pixels; a resize larger than the crop keeps its ratio to the crop."""
+    """Adapt the settings from one side in pixels to another; a resize larger than the crop keeps its ratio to it."""
     size = processor.get("size") or {}
     size = {"shortest_edge": size} if isinstance(size, int) else size
     size = {

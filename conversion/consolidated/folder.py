@@ -1,6 +1,7 @@
-"""Folders with params.json and one weight file for each model-parallel rank: consolidated.00.pth and so on.
+"""Read folders with params.json and a weight file for each model-parallel rank: consolidated.00.pth and so on.
 
-All files have the same names, and each holds its slice of every large tensor.
+All files hold tensors of the same names. A large tensor is cut into slices, one for each file; each file has a copy of
+a small one.
 """
 
 import re
@@ -14,6 +15,7 @@ from ..hf import fuse_experts
 from ..io import LazyTensor, Table, open_weights, read_through
 from .params import Params
 
+# For each file, name to tensor.
 Files = Sequence[Mapping[str, LazyTensor]]
 
 _TUNED = re.compile(r"instruct|chat", re.IGNORECASE)
@@ -33,7 +35,7 @@ def weight_files(folder: Path, *endings: str) -> list[Path]:
 
 
 def open_files(paths: Sequence[Path]) -> tuple[list[dict[str, LazyTensor]], dict[str, str]]:
-    """Open each file's tensors by name, and list other entries with the reason why they are left out."""
+    """Open the files: return each file's tensors by name, and a reason for each entry that is left out."""
     files: list[dict[str, LazyTensor]] = []
     dropped: dict[str, str] = {}
     for path in paths:
@@ -45,16 +47,16 @@ def open_files(paths: Sequence[Path]) -> tuple[list[dict[str, LazyTensor]], dict
     return files, dropped
 
 
-def measure(params: Params, files: Files, place: str) -> tuple[Params, int]:
-    """Complete the parameters by vocabulary size and dtype of the tensors; return them and the embedding's sliced axis.
+def measure(params: Params, files: Files, origin: str) -> tuple[Params, int]:
+    """Add the tensors' vocabulary size and dtype to the parameters; return these and the embedding's sliced axis.
 
     Raises:
-        CheckpointError: params.json and the tensors, or the number of files, contradict each other.
+        CheckpointError: params.json contradicts the tensors or the number of files.
     """
     dim, count, first = params.integer("dim"), len(files), files[0]
     for name in ("tok_embeddings.weight", "norm.weight"):
         if name not in first:
-            raise CheckpointError(f"{place}: {name} missing.")
+            raise CheckpointError(f"{origin}: {name} missing.")
     embedding = first["tok_embeddings.weight"]
     rows, columns = embedding.shape
     # Llama 3 and 4 slice rows; earlier models slice columns.
@@ -71,11 +73,11 @@ def measure(params: Params, files: Files, place: str) -> tuple[Params, int]:
                 f"{params.origin}: {name} = {heads} cannot be divided by the {count} files; each holds whole heads."
             )
     for name, tensor in first.items():
-        # Nothing else in the tensors shows the size of a head.
+        # No other tensor shows the size of a head.
         if name.endswith("rope.freqs") and tensor.ndim == 1 and 2 * tensor.shape[0] != params.head_dim:
             raise CheckpointError(
-                f"{tensor.origin} has {tensor.shape[0]} frequencies, half of a head's channels, but {params.origin} "
-                f"says n_heads = {params.integer('n_heads')}, heads of {params.head_dim}."
+                f"{tensor.origin} has {tensor.shape[0]} frequencies, for heads of {2 * tensor.shape[0]} channels, but "
+                f"{params.origin} says n_heads = {params.integer('n_heads')}, heads of {params.head_dim} channels."
             )
     vocab_size = rows if axis else rows * count
     if params.entries.get("vocab_size", -1) not in (-1, vocab_size):
@@ -84,21 +86,27 @@ def measure(params: Params, files: Files, place: str) -> tuple[Params, int]:
 
 
 def read_tensors(
-    table: Table, files: Files, config: LlamoeBaseConfig, place: str
+    table: Table, files: Files, config: LlamoeBaseConfig, origin: str
 ) -> tuple[dict[str, LazyTensor], dict[str, str]]:
-    """Join the tensors of all files under our keys; return them, and the names that are left out with the reason."""
+    """Join the tensors of all files under Hugging Face's keys.
+
+    `origin` is the first file or the folder, for errors.
+
+    Returns:
+        key to tensor; and for names that are left out, the reason.
+    """
     tensors, dropped = read_through(table, files, config)
     tensors = fuse_experts(tensors)
     for reason in tie_heads(config, tensors).values():
         dropped["output.weight"] = reason
-    return check_model(config, tensors, place), dropped
+    return check_model(config, tensors, origin), dropped
 
 
 def is_tuned(folder: Path, instruct: bool | None) -> bool | None:
-    """Return `instruct` if it is given, else True if the folder's name says that the model is tuned, else None."""
+    """Return `instruct` unless it is None; then True if the folder's name shows a model tuned for chats, else None."""
     if instruct is not None:
         return instruct
     folder = folder.absolute()
     name = folder.parent.name if folder.name == "original" else folder.name
-    # A tuned model's folder may have a name that does not show it.
+    # None and not False, since a tuned model's folder may have another name.
     return True if _TUNED.search(name) else None

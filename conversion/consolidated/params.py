@@ -1,9 +1,9 @@
 """Read and write `params.json`, and `llamoe.json` for fields that `params.json` lacks.
 
-Meta's code may refuse unknown keys in `params.json`, and has no keys for some of our fields. So what is written is read
-back as Meta's code reads it, and compared. A field that differs is refused by name if it changes what the model
-computes. Otherwise (context length, token ids, training options) it is written to `llamoe.json`, which only llamoe
-reads.
+Meta's code may refuse unknown keys in `params.json`, and has no keys for some fields of our configurations. So a
+`params.json` that is to be written is first read back as Meta's code would read it, and compared with the
+configuration. A field that differs is refused by name if it changes what the model computes. Otherwise (context length,
+token ids, training options) it is written to `llamoe.json`, which only llamoe reads.
 """
 
 import math
@@ -20,7 +20,7 @@ from ...configuration.fields import fields_without_effect
 from ..io import read_json
 
 KEPT = "llamoe.json"
-# Fields that are always written there, since a reader guesses them from the folder's name or the LLaMA generation.
+# Fields that `llamoe.json` always has, since without them a reader guesses by the folder's name or the generation.
 _ALWAYS_KEPT = frozenset(
     "max_position_embeddings pad_token_id bos_token_id eos_token_id boi_token_index eoi_token_index "
     "image_token_index".split()
@@ -29,29 +29,29 @@ _ALWAYS_KEPT = frozenset(
 
 @dataclass(frozen=True)
 class Params:
-    """The content of a `params.json` without its nulls, with checks that name a wrong entry and its file."""
+    """The entries of a `params.json` that are not null; its methods check them and name a wrong entry and its file."""
 
     entries: Mapping[str, Any]
     origin: str
 
     @classmethod
     def of(cls, content: Mapping[str, Any], origin: str) -> "Params":
-        """Wrap the content of a file; some files nest it under "model"."""
+        """Take the content of a file, which some files nest under "model"."""
         nested = content.get("model")
         content = nested if isinstance(nested, Mapping) else content
         return cls(_without_nulls(content), origin)
 
     def completed(self, **entries: Any) -> "Params":
-        """Return a copy with entries inferred from the tensors."""
+        """Return a copy with more entries, or with others in place of its own; None changes nothing."""
         return replace(self, entries={**self.entries, **_without_nulls(entries)})
 
     def __contains__(self, name: str) -> bool:
         return name in self.entries
 
     def reject(self, name: str, expected: str) -> NoReturn:
-        """Raise the error for a wrong or missing entry."""
-        given = f"{name} = {self.entries[name]!r}" if name in self else f"{name} is missing"
-        raise CheckpointError(f"{self.origin}: {given}; expected: {expected}")
+        """Raise a `CheckpointError` for a wrong or missing entry."""
+        entry = f"{name} = {self.entries[name]!r}" if name in self else f"{name} is missing"
+        raise CheckpointError(f"{self.origin}: {entry}; expected: {expected}")
 
     def integer(self, name: str, default: int | None = None) -> int:
         """Read a whole number of at least 1."""
@@ -61,7 +61,7 @@ class Params:
         return int(value)
 
     def optional_integer(self, name: str) -> int | None:
-        """Read a whole number of at least 1, or None where it is absent or 0."""
+        """Read a whole number of at least 1; None if it is absent or 0."""
         return self.integer(name) if self.entries.get(name) else None
 
     def number(self, name: str, default: float | None = None) -> float:
@@ -72,11 +72,11 @@ class Params:
         return float(value)
 
     def flag(self, name: str, default: bool = False) -> bool:
-        """Read a truth value; the first releases wrote some as integers."""
+        """Read a truth value, which some releases write as an integer."""
         return bool(self.entries.get(name, default))
 
     def part(self, name: str) -> "Params | None":
-        """Read a nested object; None where there is none."""
+        """Read a nested object; None if it is absent."""
         value = self.entries.get(name)
         if value is None:
             return None
@@ -86,7 +86,7 @@ class Params:
 
     @property
     def head_dim(self) -> int:
-        """Size of a head."""
+        """Channels of a head."""
         return self.integer("head_dim", self.integer("dim") // self.integer("n_heads") or 1)
 
 
@@ -96,7 +96,7 @@ def _without_nulls(content: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def naming(params: Params) -> Iterator[None]:
-    """Turn a configuration's `ValueError` into a `CheckpointError` that names `params.json`."""
+    """Enter a context in which a configuration's `ValueError` becomes a `CheckpointError` that names `params.json`."""
     try:
         yield
     except CheckpointError:
@@ -126,14 +126,15 @@ def read_decoder(params: Params) -> dict[str, Any]:
 
 
 def read_dtype(params: Params) -> dict[str, str]:
-    """Return the dtype of the weights as a field, if `measure` has completed the parameters by it."""
+    """Return the field `dtype` if `measure` has added it to the parameters, else no field."""
     return {"dtype": params.entries["dtype"]} if "dtype" in params else {}
 
 
 def kept_fields(config: Any, again: Any) -> dict[str, Any]:
-    """Return the fields of `config` that `again`, the configuration read back from `params.json`, has lost.
+    """Return the fields of `config` that differ in `again`, the configuration read back from `params.json`.
 
-    A `ValueError` names a lost field that changes what the model computes.
+    Raises:
+        ValueError: such a field changes what the model computes.
     """
     kept: dict[str, Any] = {}
     free = fields_without_effect(config)
@@ -152,32 +153,36 @@ def kept_fields(config: Any, again: Any) -> dict[str, Any]:
                     problem = "Meta's code cannot compute it"
                     fail(config, f"{name}[{key!r}]", mine.get(key), problem, repr(its.get(key)))
         elif value != read:
-            problem = "Meta's params.json cannot express it, its code would compute with another"
+            problem = "Meta's params.json cannot express it, and Meta's code would compute with another value"
             fail(config, name, value, problem, repr(read))
     return kept
 
 
 def _rope_content(parameters: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Select the rotary parameters that the rotation depends on."""
+    """Return the rotary parameters on which the rotation depends."""
     parameters = dict(parameters or {})
     names = {"rope_type", "rope_theta"}
     if parameters.get("rope_type") != "default":
         names |= parameters.keys() - {"type"}
-    # 1 means that the whole head is rotated, as in all these models.
+    # 1 means that all channels of a head are rotated, as without the entry.
     if parameters.get("partial_rotary_factor") in (None, 1):
         names.discard("partial_rotary_factor")
     return {name: parameters.get(name) for name in names}
 
 
 def read_kept(config: LlamoeBaseConfig, folder: Path) -> None:
-    """Add a folder's `llamoe.json`, if it exists, to the configuration from `params.json`."""
+    """Set the fields of a folder's `llamoe.json`, if there is one, in the configuration from `params.json`."""
     if (folder / KEPT).is_file():
         add_kept(config, read_json(folder / KEPT), str(folder / KEPT))
         config.validate()
 
 
 def add_kept(config: LlamoeBaseConfig, kept: Mapping[str, Any], origin: str) -> None:
-    """Set the fields of a `llamoe.json`, which may be only those that do not change what the model computes."""
+    """Set the fields of a `llamoe.json`.
+
+    Raises:
+        CheckpointError: a field changes what the model computes, which params.json and the tensors alone decide.
+    """
     free = fields_without_effect(config)
     for name, part in kept.items():
         if name in getattr(config, "sub_configs", {}) and isinstance(part, Mapping):
@@ -186,7 +191,7 @@ def add_kept(config: LlamoeBaseConfig, kept: Mapping[str, Any], origin: str) -> 
         same = name == "attn_temperature_tuning" and bool(part) == bool(getattr(config, name, None))
         if name not in config.meanings or not (name in free or same):
             raise CheckpointError(
-                f"{origin}: {name} = {part!r} is not a field that this file may hold; params.json and the tensors "
+                f"{origin}: {name} = {part!r} is not a field that this file may hold: params.json and the tensors "
                 "decide what the model computes. Remove it."
             )
         setattr(config, name, part)

@@ -1,7 +1,7 @@
 """Checkpoint folders in Hugging Face's format.
 
-Reading order: expert_layout (experts stacked or one by one), published and bitsandbytes (weights that others have
-packed), packed_weights (quantized weights), folder.
+Reading order: expert_layout (experts in stacks or one by one), published and bitsandbytes (weights that other programs
+have packed), packed_weights (weights in llamoe's formats), folder.
 """
 
 from .expert_layout import fuse_experts

@@ -1,4 +1,4 @@
-"""Dequantize bitsandbytes weights as lazy tensors, by bitsandbytes' own functions."""
+"""Dequantize weights that bitsandbytes has packed, as lazy tensors, by bitsandbytes' own functions."""
 
 import json
 import re
@@ -20,7 +20,7 @@ _BESIDE = re.compile(
 
 @dataclass(frozen=True)
 class Bitsandbytes:
-    """The bitsandbytes format of a folder's linear layers and experts."""
+    """The format of bitsandbytes in which a folder's linear layers and experts are stored."""
 
     form: Bnb
     method: ClassVar[str] = "bitsandbytes"
@@ -38,13 +38,13 @@ class Bitsandbytes:
     def unpack(
         self, tensors: Mapping[str, LazyTensor], dtype: torch.dtype
     ) -> tuple[dict[str, LazyTensor], set[str]]:
-        """View the dequantized tensors.
+        """View packed weights dequantized to a dtype, and other tensors as they are.
 
         Returns:
-            the weights by the names of plain layers, and the names of packed layers.
+            all weights, by the names that they have in a plain folder; and the names of the packed layers.
 
         Raises:
-            CheckpointError: a layer has no codes, or its sizes cannot be read.
+            CheckpointError: a layer has no codes, or no readable sizes.
         """
         plain, layers = dict(tensors), {}
         for name in tensors:
@@ -53,7 +53,7 @@ class Bitsandbytes:
         for layer, kinds in layers.items():
             origin = next(iter(kinds.values())).origin
             if (codes := plain.get(f"{layer}.weight")) is None:
-                raise CheckpointError(f"{origin}: {layer}.weight is missing beside it.")
+                raise CheckpointError(f"{origin}: {layer}.weight, to which it belongs, is missing.")
             sizes = _sizes(kinds, codes)
             plain[f"{layer}.weight"] = self._weight({"weight": codes, **kinds}, sizes, dtype)
         return plain, set(layers)
@@ -72,7 +72,7 @@ class Bitsandbytes:
 
 
 def _sizes(kinds: Mapping[str, LazyTensor], codes: LazyTensor) -> tuple[int, int]:
-    """Return a matrix's sizes; 4-bit codes are stored flat, with the sizes in JSON."""
+    """Return a matrix's numbers of rows and columns; 4-bit codes are stored flat, with both numbers in JSON."""
     if "SCB" in kinds:
         return codes.shape[0], codes.shape[1]
     try:

@@ -1,15 +1,15 @@
-"""Convert between stacked experts (as in models) and one linear layer per expert (as in files).
+"""Convert between stacked experts, as models have them, and a linear layer for each expert, as files may have them.
 
-Shapes: E experts, H hidden size, I inner size of an expert; gate first.
+Shapes: E experts, H hidden size, I inner size of an expert. In `gate_up_proj` the gate comes first.
 
-Llama 4, stacked: `feed_forward.experts.gate_up_proj [E, H, 2I]` and `down_proj [E, I, H]`, input before output; stock
-files have the same. Split, for quantizers and other tools: `experts.0.gate_proj.weight [I, H]`, `up_proj [I, H]`,
-`down_proj [H, I]` and so on, output before input. `modeling/checkpoints/expert_index.py` lists the spellings that are
-read.
+Llama 4: the stacks `feed_forward.experts.gate_up_proj [E, H, 2I]` and `down_proj [E, I, H]`, input before output, in
+models and in transformers' files. Split, for quantizers and other tools: `experts.0.gate_proj.weight [I, H]`,
+`up_proj [I, H]`, `down_proj [H, I]` and so on, output before input. `modeling/checkpoints/expert_index.py` lists all
+names that are read.
 
-Mixtral, stacked: `mlp.experts.gate_up_proj [E, 2I, H]` and `down_proj [E, H, I]`, output before input. Stock files are
-always split and say `block_sparse_moe` for `mlp`: `block_sparse_moe.experts.0.w1.weight [I, H]` (gate), `w3 [I, H]`
-(up), `w2 [H, I]` (down).
+Mixtral: the stacks `mlp.experts.gate_up_proj [E, 2I, H]` and `down_proj [E, H, I]`, output before input, in models.
+transformers' files are always split, and have `block_sparse_moe` in place of `mlp`:
+`block_sparse_moe.experts.0.w1.weight [I, H]` (gate), `w3 [I, H]` (up), `w2 [H, I]` (down).
 """
 
 import re
@@ -26,12 +26,12 @@ _OF_MIXTRAL, _IN_FILES = ".mlp.experts", ".block_sparse_moe.experts"
 
 
 def _parts(experts: str) -> Mapping[str, tuple[str, ...]]:
-    """Return the names of an expert's matrices in files, by their stack."""
+    """Map each stack's name to the names of an expert's matrices in files, for the experts of a layer."""
     return PARTS_OF_STACKS[not experts.endswith(_OF_MIXTRAL)]
 
 
 def _split_name(name: str) -> tuple[str, int, str] | None:
-    """Split the name of an expert's matrix into the layer's experts, its number and its part; None for other names."""
+    """Split the name of an expert's matrix into its layer's experts, its number and its part; None for other names."""
     expert = expert_of(name.replace(_IN_FILES, _OF_MIXTRAL))
     if expert is None or expert.kind != WEIGHT:
         return None
@@ -43,10 +43,10 @@ def _in_files(name: str) -> str:
 
 
 def fuse_experts(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
-    """Stack experts that are stored as linear layers; other tensors only get their modules' names.
+    """Stack experts that are stored as linear layers; rename other tensors as the model's modules are named.
 
     Raises:
-        CheckpointError: a layer's experts are not numbered from 0, differ in shape or dtype, or are stored twice.
+        CheckpointError: an expert of a layer is missing, has another shape or dtype than others, or is stored twice.
     """
     layers: dict[str, dict[tuple[int, str], LazyTensor]] = {}
     result: dict[str, LazyTensor] = {}
@@ -58,16 +58,16 @@ def fuse_experts(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
         experts, *matrix = parts_of_name
         other = layers.setdefault(experts, {}).setdefault(tuple(matrix), tensor)
         if other is not tensor:
-            raise CheckpointError(f"{tensor.origin} stores the same matrix as {other.origin}.")
+            raise CheckpointError(f"{tensor.origin} is the same matrix as {other.origin}. Remove one.")
     for experts, matrices in layers.items():
         numbers, parts = range(1 + max(number for number, _ in matrices)), [*chain(*_parts(experts).values())]
-        # Names may hold huge numbers, so stop at the first missing one.
+        # Stop at the first missing expert, since a damaged name may hold a huge number.
         for key in ((number, part) for number in numbers for part in parts):
             if key not in matrices:
                 missing = _in_files("{}.{}.{}.weight".format(experts, *key))
                 there = next(iter(matrices.values())).origin
                 raise CheckpointError(
-                    f"{missing} missing, though {there} is there; the checkpoint is not whole."
+                    f"{missing} missing, though {there} is there; the checkpoint is incomplete."
                 )
         in_order = [[matrices[number, part] for number in numbers] for part in parts]
         make = _stack_rows if experts.endswith(_OF_MIXTRAL) else _stack_columns
@@ -95,7 +95,7 @@ def _stack_columns(
 
 
 def split_experts(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
-    """Undo `fuse_experts`: for each expert the linear layers gate, up and down, `[out, in]`, named as in files."""
+    """Undo `fuse_experts`: return each expert's linear layers gate, up and down, `[out, in]`, named as in files."""
     result: dict[str, LazyTensor] = {}
     for name, tensor in tensors.items():
         match = _STACK.fullmatch(name)

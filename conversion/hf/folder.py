@@ -1,4 +1,4 @@
-"""Hugging Face folders: safetensors or .bin, in one file or many."""
+"""Read and write folders of Hugging Face: config.json with weights in safetensors, or read from .bin files."""
 
 import copy
 import json
@@ -35,21 +35,21 @@ _COMPANIONS = re.compile(
     r"|special_tokens_map\.json|added_tokens\.json|vocab\.json|merges\.txt|chat_template\.(jinja|json)"
     r"|(LICENSE|NOTICE|USE_POLICY)(\.\w+)?"
 )
-# What torch.compile and data parallelism put before names.
+# torch.compile puts "_orig_mod." before names, data parallelism "module.".
 _WRAPPERS = re.compile(r"((_orig_mod|module)\.)*")
-# Buffers that some releases of transformers saved.
+# Buffers that some versions of transformers have saved.
 _COMPUTED = re.compile(r".*(rotary_emb\.inv_freq|rotary_embedding\.freqs_ci)")
 
 
 def open_hf(folder: str | os.PathLike, *, companions: bool = True) -> Checkpoint:
     """Open a Hugging Face folder of LLaMA, Mistral, Mixtral, Llama 4 or llamoe; see `open_checkpoint`.
 
-    Packed weights are opened as lazy tensors that dequantize them: to bfloat16 if llamoe packed them, else to the dtype
-    in config.json.
+    Packed weights are opened as lazy tensors that dequantize them: to bfloat16 if llamoe has packed them, else to the
+    dtype in config.json.
 
     Raises:
-        CheckpointError: a file is missing or damaged, architecture or quantization are unknown, tensors are missing,
-            unknown, or contradict config.json's shapes, or the tokenizer is another model's.
+        CheckpointError: a file is missing or damaged; the architecture or the quantization is unknown; or a tensor is
+            missing, unknown, or of another shape than the configuration says.
     """
     folder = Path(folder)
     config, quantization, layout = read_config(folder / "config.json")
@@ -82,7 +82,7 @@ def open_hf(folder: str | os.PathLike, *, companions: bool = True) -> Checkpoint
         notes.append(f"the weights are stored as {in_words(quantization)}, and dequantized to bfloat16")
     kept = check_model(config, fuse_experts(kept), str(folder))
     if packed:
-        # Packed layers are named as in the file, an expert each; modules are named as in the model, a stack each.
+        # bitsandbytes names a layer for each expert, as in the file; modules have one name for all experts of a layer.
         stacks = (re.sub(r"(\.experts)\..*", r"\1", name) for name in packed)
         names = {name.replace(".block_sparse_moe.", ".mlp.") for name in stacks}
         linears = dict.fromkeys(name.rpartition(".")[0] for name in kept if "_proj" in name)
@@ -103,7 +103,10 @@ def open_hf(folder: str | os.PathLike, *, companions: bool = True) -> Checkpoint
 
 
 def open_shards(folder: Path) -> tuple[dict[str, LazyTensor], dict[str, str], list[Path]]:
-    """Open the weights of a folder: name to tensor, name to type of the entries that are no tensors, and the files.
+    """Open the weights of a folder.
+
+    Returns:
+        name to tensor; for entries that are no tensors, name to type; and the weight files.
 
     Raises:
         CheckpointError: there are no weights, or two sets; a file that the index names is missing or outside the
@@ -112,8 +115,7 @@ def open_shards(folder: Path) -> tuple[dict[str, LazyTensor], dict[str, str], li
     weights = find_weights(folder)
     if weights is None:
         raise CheckpointError(
-            f"{folder}: no weights in this folder; looked for model.safetensors and pytorch_model.bin, and for "
-            "the index of either in several files."
+            f"{folder}: no weights in this folder; looked for model.safetensors, pytorch_model.bin and their indexes."
         )
     tensors: dict[str, LazyTensor] = {}
     others: dict[str, str] = {}
@@ -122,13 +124,15 @@ def open_shards(folder: Path) -> tuple[dict[str, LazyTensor], dict[str, str], li
         others |= more
         for name, tensor in opened.items():
             if name in tensors:
-                raise CheckpointError(f"{tensor.origin}: there is a second one, {tensors[name].origin}.")
+                raise CheckpointError(
+                    f"{tensor.origin}: is also in another file, {tensors[name].origin}. Remove one."
+                )
             tensors[name] = tensor
     return tensors, others, weights
 
 
 def read_companions(folder: Path) -> dict[str, bytes]:
-    """Read the small files of a folder that belong to the model: tokenizer, templates, processor."""
+    """Read a folder's small files besides config.json: tokenizer, chat templates, processor, licence."""
     files = {
         path.name: read_bytes(path)
         for path in sorted(folder.iterdir())
@@ -154,14 +158,16 @@ def save_hf(
     """Write a checkpoint as a Hugging Face folder.
 
     Args:
-        checkpoint, target, options: what is written, and where and how.
-        experts: "fused" stacks the experts of Llama 4 as stock does; "split" writes a linear layer for each expert, as
-            is always done for Mixtral, whose stock files have nothing else.
-        identity: options of the command that shaped the checkpoint; a resumed run must have the same.
-        quantization: how the weights are packed, for which the layout has to be "llamoe"; experts stay fused.
+        checkpoint: the model to write.
+        target: the folder, which does not exist or is empty.
+        options: how it is written.
+        experts: how experts of Llama 4 are written: "fused", stacked as transformers has them, or "split", a linear
+            layer for each expert. Mixtral's are always split, as in all its stock folders.
+        identity: options of the command that made the checkpoint; a resumed run must have the same.
+        quantization: format in which the weights are packed; needs the layout "llamoe", and experts stay fused.
 
     Raises:
-        ValueError: an option is unknown, stock cannot express the model, or a tensor is missing, unknown or of another
+        ValueError: an option is unknown; stock cannot express the model; or a tensor is missing, unknown or of another
             shape.
     """
     target = Path(target)
@@ -198,11 +204,11 @@ def save_hf(
 def read_config(
     path: Path,
 ) -> tuple[LlamoeBaseConfig, QuantizationConfig | None, Layout | Bitsandbytes | None]:
-    """Read the configuration in a config.json of stock or llamoe, and how weights are packed.
+    """Read a config.json of transformers or llamoe.
 
     Returns:
-        the configuration; llamoe's quantization as which packed weights load, or None; and the layout of weights that
-        another program has packed, or None.
+        the configuration; llamoe's format as which packed weights load, or None; and the layout of weights that another
+        program has packed, or None.
 
     Raises:
         CheckpointError: the file cannot be read, or names a quantization that llamoe does not read.
@@ -220,8 +226,8 @@ def read_config(
             return from_stock(data), None, Bitsandbytes.from_config(packed)
         if not isinstance(packed, dict) or (layout := layout_of(packed)) is None:
             raise CheckpointError(
-                f"quantization_config is {str(packed)[:99]}, which is not read. Give the model that was "
-                "quantized, in 16 or 32 bit."
+                f"quantization_config is {str(packed)[:99]}, which is not read. Give the model before it was "
+                "quantized, in 16 or 32 bits."
             )
         return from_stock(data), own_config(layout) if layout.is_int4 else None, layout
     except ValueError as error:
@@ -229,7 +235,7 @@ def read_config(
 
 
 def _config_files(config: LlamoeBaseConfig, layout: str | None) -> tuple[dict[str, bytes], str]:
-    """Make config.json and, in llamoe's layout, the files with its code; return them by name, and the layout."""
+    """Make config.json and, in llamoe's layout, llamoe_hub.py beside it; return the files by name, and the layout."""
     config = copy.deepcopy(config)
     config.architectures = [model_class(config).__name__]
     for part in (getattr(config, name) for name in config.sub_configs):

@@ -1,9 +1,8 @@
 """Lazy tensors: shape and dtype are known at once, elements are read block by block when they are written.
 
 A converted checkpoint is a set of views of the source's tensors: joined, sliced, transposed, permuted. A view reads
-nothing until one of its blocks is asked for, so that a checkpoint of any size is converted within a few blocks of
-memory. A block is the unit of reading and writing: one row of the first axis of a stacked tensor (one expert), else a
-whole matrix.
+nothing until a block of it is read, so a checkpoint of any size is converted within a few blocks of memory. A block is
+the unit of reading and writing: one expert of a stacked tensor, else the whole tensor.
 """
 
 from abc import ABC, abstractmethod
@@ -21,8 +20,8 @@ class LazyTensor(ABC):
     Attributes:
         shape: a tuple.
         dtype: dtype that `read` returns.
-        origin: file and tensor that it comes from, for messages.
-        block_rows: rows of the first axis in a block; by default one of a stack, else all.
+        origin: file and name of the tensor, for error messages.
+        block_rows: rows of the first axis in a block; by default 1 if there are more than two axes, else all.
     """
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, origin: str, block_rows: int | None = None):
@@ -63,7 +62,7 @@ class LazyTensor(ABC):
             contiguous, on the CPU, of shape `[stop - start, ...]`. Do not write to it: other reads may share it.
 
         Raises:
-            CheckpointError: the file holds less than its header states.
+            CheckpointError: the file is shorter than its header states.
         """
         stop = self._rows() if stop is None else stop
         assert 0 <= start <= stop <= self._rows(), (self, start, stop)
@@ -73,7 +72,7 @@ class LazyTensor(ABC):
         return rows
 
     def cast(self, dtype: torch.dtype) -> "LazyTensor":
-        """View as another dtype; tensors that are not floating are unchanged."""
+        """View a floating-point tensor in another dtype; return other tensors unchanged."""
         if dtype == self.dtype or not self.dtype.is_floating_point:
             return self
         return _Cast(self, dtype)
@@ -83,7 +82,7 @@ class LazyTensor(ABC):
         dim %= self.ndim
         if (start, stop) == (0, self.shape[dim]):
             return self
-        # Merged with an earlier cut, so that only the wanted elements are copied.
+        # Merge with an earlier cut of the same axis, so that only the wanted elements are copied.
         if isinstance(self, _Cut) and self.dim == dim:
             return _Cut(self.tensor, dim, self.start + start, self.start + stop)
         return _Cut(self, dim, start, stop)
@@ -99,9 +98,9 @@ class LazyTensor(ABC):
     def map(
         self, function: Callable[[torch.Tensor], torch.Tensor], shape: Sequence[int] | None = None
     ) -> "LazyTensor":
-        """View the result of a function of the whole tensor, of the same dtype and, if none is given, the same shape.
+        """View the result of a function of the whole tensor; the function must not change its argument.
 
-        The function must not change its argument.
+        The result must have the tensor's dtype, and the shape `shape`, by default the tensor's.
         """
         return Computed(function, [self], self.shape if shape is None else shape, self.dtype, self.origin)
 
@@ -125,7 +124,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def blocks(tensor: LazyTensor) -> list[tuple[int, int]]:
-    """List the ranges of rows in which a tensor is read and written."""
+    """List the blocks in which a tensor is read and written, as first row and end."""
     rows, step = tensor._rows(), max(tensor.block_rows, 1)
     return [(start, min(start + step, rows)) for start in range(0, rows, step)]
 
@@ -160,7 +159,7 @@ class _Join(LazyTensor):
         self.parts, self.dim = list(parts), dim
 
     def cut(self, dim, start, stop):
-        """View indices of an axis; if one part has them all, a view of that part, so that no other is read."""
+        """View indices of an axis; if one part holds them all, view that part, so that no other part is read."""
         if dim % self.ndim == self.dim:
             begin = 0
             for part in self.parts:
@@ -211,20 +210,20 @@ class _Cut(LazyTensor):
 
 
 class _View(LazyTensor):
-    """A reshaped tensor: to read some of its rows, the rows of the original that hold their elements are read."""
+    """A reshaped tensor, which reads those rows of the original tensor that hold the elements."""
 
     def __init__(self, tensor: LazyTensor, shape: Sequence[int]):
         assert prod(shape) == tensor.numel, (tensor, shape)
-        # Elements per row of the result and of the tensor.
+        # `width`: elements in a row of this view; `inner`: in a row of the original.
         self.tensor, self.width, self.inner = tensor, prod(shape[1:]), prod(tensor.shape[1:])
         block_rows, elements = None, tensor.block_rows * self.inner
-        # A stack that is written as a matrix keeps its blocks.
+        # A stack of experts that is viewed as a matrix is still read expert by expert.
         if len(shape) < 3 <= tensor.ndim and self.width and elements % self.width == 0:
             block_rows = elements // self.width
         super().__init__(shape, tensor.dtype, tensor.origin, block_rows)
 
     def view(self, *shape):
-        """View under another shape; under the original shape return the tensor itself, which may be a packed weight."""
+        """View under another shape; under the original's shape return the original, which may be a packed weight."""
         return self.tensor if shape == self.tensor.shape else super().view(*shape)
 
     def _read(self, start, stop):
@@ -246,7 +245,7 @@ class _Cast(LazyTensor):
         return self.tensor.read(start, stop).to(self.dtype)
 
     def cut(self, dim, start, stop):
-        """View indices of an axis; only they are cast."""
+        """View indices of an axis, so that only these are cast."""
         return self.tensor.cut(dim, start, stop).cast(self.dtype)
 
 
@@ -263,7 +262,7 @@ class _Transposed(LazyTensor):
 
 
 class Computed(LazyTensor):
-    """The result of a function of whole tensors, for matrices and smaller tensors; it must not change its arguments."""
+    """The result of a function of whole tensors, no larger than matrices; it must not change its arguments."""
 
     def __init__(
         self,

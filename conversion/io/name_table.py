@@ -1,8 +1,8 @@
-"""Name tables: how the tensors of one format map to those of another, as data that works in both directions.
+"""Name tables: how tensors of one format, the source, become tensors of another, the target, and the reverse.
 
-A `Row` states that the tensors of some names, split over files along an axis, become the tensors of other names by an
-operation. Names that no row has are an error, and so are missing ones. A `Drop` names a tensor that is left out on
-purpose, with the reason.
+A `Row` gives the tensors' names on both sides, the operation between them, and the axis along which the source's files
+hold slices. Names that no row has, and missing ones, are errors. A `Drop` names a tensor that is left out on purpose,
+with the reason.
 """
 
 import re
@@ -18,13 +18,13 @@ from .operations import KEEP, Operation
 
 @dataclass(frozen=True)
 class Row:
-    """Tensors of one format and the tensors of the other that they become.
+    """Tensors of the source and the tensors of the target that they become.
 
     Attributes:
-        source: one name or several, with `{i}` (or any other letter) for numbers.
-        target: one name or several of the other format, with the same letters.
-        operation: how the source becomes the target.
-        axis: axis of the source tensors along which files hold parts; None where each file has a copy.
+        source: one name or several, in which `{i}`, with any letter, stands for a number.
+        target: one name or several in the other format, with the same letters.
+        operation: how the source tensors become the target tensors.
+        axis: axis of the source tensors along which each file holds a slice; None if each file holds a copy.
     """
 
     source: str | tuple[str, ...]
@@ -47,7 +47,7 @@ class Row:
 class Drop:
     """A tensor of the source that the target leaves out.
 
-    In its name, `{i}` stands for a number and `*` for anything. The reason says why nothing is lost.
+    In `pattern`, its name, `{i}` stands for a number and `*` for anything. `reason` says why nothing is lost.
     """
 
     pattern: str
@@ -60,13 +60,18 @@ Table = Sequence[Row | Drop]
 def read_through(
     table: Table, files: Sequence[Mapping[str, LazyTensor]], sizes: Any
 ) -> tuple[dict[str, LazyTensor], dict[str, str]]:
-    """Translate a source's tensors: name to tensor for each of its files.
+    """Translate tensors from the source's names to the target's.
+
+    Args:
+        table: of the source's format.
+        files: name to tensor, for each file of the source.
+        sizes: the model's configuration.
 
     Returns:
-        target name to tensor, and source name to the reason why it was dropped.
+        target name to tensor, and the name of each dropped source tensor to the reason.
 
     Raises:
-        CheckpointError: a name is unknown, missing in a file, or yields a tensor that another name yields already.
+        CheckpointError: a name is unknown or missing in a file, or two names yield the same target.
     """
     names = list(dict.fromkeys(name for file in files for name in file))
     rows = [row for row in table if isinstance(row, Row)]
@@ -86,7 +91,7 @@ def read_through(
             name = pattern.format_map(values)
             if name in results:
                 raise CheckpointError(
-                    f"{where}{name} is there under two names, one of them {keys[0]}. Remove one."
+                    f"{where}{name} is stored under two names, one of them {keys[0]}. Remove one."
                 )
             results[name] = tensor
     return results, dropped
@@ -95,10 +100,10 @@ def read_through(
 def write_through(
     table: Table, tensors: Mapping[str, LazyTensor], files: int, sizes: Any
 ) -> list[dict[str, LazyTensor]]:
-    """Translate back: from the target's names to the source's, split over a number of files.
+    """Translate tensors from the target's names back to the source's, and split them over a number of files.
 
     Returns:
-        source name to tensor, for each file.
+        for each file, source name to tensor.
 
     Raises:
         CheckpointError: a name is unknown, missing or ambiguous, or a size is not divisible by the number of files.
@@ -122,7 +127,7 @@ def write_through(
 
 
 def sources_of(table: Table, target: str) -> list[str]:
-    """List source names of the tensors behind a target name, for messages; of several rows, those of the first."""
+    """List the source names from which the first fitting row makes a target; empty if no row does."""
     for row in table:
         if not isinstance(row, Row):
             continue
@@ -135,7 +140,7 @@ def sources_of(table: Table, target: str) -> list[str]:
 def _sort_names(
     names: Iterable[str], patterns: Sequence[tuple[str, ...]]
 ) -> tuple[dict[tuple[int, tuple[tuple[str, int], ...]], set[str]], list[str]]:
-    """Sort names by the first row whose patterns they match, and by their numbers; list those that match none."""
+    """Group names by the first row that matches them and by the numbers in them; list the names that no row matches."""
     regexes = [[_regex(pattern) for pattern in row] for row in patterns]
     groups: dict[tuple[int, tuple[tuple[str, int], ...]], set[str]] = {}
     unknown = []
@@ -164,7 +169,7 @@ def _file_of(files: Sequence[Mapping[str, LazyTensor]]) -> str:
 def _refuse_unknown(unknown: list[str], where: str) -> None:
     if unknown:
         raise CheckpointError(
-            f"{where}unknown tensor{'s' if len(unknown) > 1 else ''} {listed(unknown)}: the checkpoint is of another "
+            f"{where}unknown tensor{'s' if len(unknown) > 1 else ''} {listed(unknown)}: the checkpoint has another "
             "architecture, or has been changed."
         )
 

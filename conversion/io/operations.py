@@ -1,4 +1,4 @@
-"""Operations of the rows of a name table: rename, transpose, join the slices in several files, split projections."""
+"""Operations in the rows of a name table: rename, transpose, join the files' slices, split fused projections."""
 
 import math
 from collections.abc import Callable
@@ -11,18 +11,18 @@ from .lazy_tensor import Computed, LazyTensor, blocks, join
 
 
 class Operation:
-    """An operation that renames tensors, and the base class of all others.
+    """The operation that only renames tensors, and the base class of all others.
 
-    A subclass overrides `convert` and `revert`, which get whole tensors, or `forward` and `inverse`, which get each
-    file's, if a file's tensor holds slices of several whole tensors.
+    A subclass overrides `convert` and `revert` if whole tensors are enough for it. If the files' slices have to be
+    changed before they are joined, it overrides `forward` and `inverse`.
     """
 
     def forward(self, parts: list[list[LazyTensor]], axis: int | None, sizes: Any) -> list[LazyTensor]:
         """Make the target tensors.
 
         Args:
-            parts: for each source name, the tensors of all files.
-            axis: axis along which files hold parts; None where each file has a copy.
+            parts: for each source name, the tensor of that name in each file.
+            axis: axis along which each file holds a slice; None if each file holds a copy.
             sizes: the model's configuration.
         """
         why = "every file should hold the same. The files do not belong together, or one is damaged."
@@ -32,7 +32,7 @@ class Operation:
     def inverse(
         self, targets: list[LazyTensor], axis: int | None, files: int, sizes: Any
     ) -> list[list[LazyTensor]]:
-        """Undo `forward`, for this number of files."""
+        """Undo `forward`: return, for each source name, the tensor of each of `files` files."""
         return [
             [tensor] * files if axis is None else split(tensor, axis, files)
             for tensor in self.revert(targets, sizes)
@@ -63,17 +63,17 @@ TRANSPOSED = _Transposed()
 
 
 class FusedRows(Operation):
-    """Splits projections whose rows are stored in one tensor, of which each file holds a slice of every projection.
+    """Splits projections that are stored in one tensor, row below row; each file holds a slice of every projection.
 
     Attributes:
-        shares: function from the model's configuration to the projections' relative numbers of rows.
+        shares: function that returns the projections' relative numbers of rows for a model's configuration.
     """
 
     def __init__(self, shares: Callable[[Any], list[int]]):
         self.shares = shares
 
     def forward(self, parts, axis, sizes):
-        """Split each file's tensor into projections, then join the files' slices of each."""
+        """Split each file's tensor into slices of the projections, then join the slices of each projection."""
         assert axis is not None
         pieces = [self._cut(part, sizes) for part in parts[0]]
         return [join(part, axis) for part in zip(*pieces, strict=True)]
@@ -113,10 +113,10 @@ def by_expert(rows_of_all: LazyTensor, experts: int) -> LazyTensor:
 
 
 def permute_pairs(tensor: LazyTensor, heads: int, *, to_halves: bool) -> LazyTensor:
-    """View a query or key projection with its rows reordered within each head, for another rotary embedding.
+    """View a query or key projection with its rows reordered within each head, for the other rotary pairing.
 
-    With `to_halves`, channels that are rotated together go from neighbours, r0 i0 r1 i1 ..., to halves,
-    r0 r1 ... i0 i1 ...; without, back.
+    Pairs of channels (r, i) are rotated together. With `to_halves`, rows r0 i0 r1 i1 ... become r0 r1 ... i0 i1 ...;
+    without, the reverse.
     """
 
     def permute(rows: torch.Tensor) -> torch.Tensor:
@@ -137,7 +137,7 @@ def split(tensor: LazyTensor, axis: int, files: int) -> list[LazyTensor]:
     if size % files:
         raise CheckpointError(
             f"{tensor.origin} of shape {list(tensor.shape)} cannot be split over {files} files: {size} is not a "
-            f"multiple of {files}. Choose a number of files that divides it."
+            f"multiple of {files}. Choose a number of files that divides {size}."
         )
     part = size // files
     return [tensor.cut(axis, i * part, (i + 1) * part) for i in range(files)]
@@ -151,10 +151,12 @@ def are_equal(a: LazyTensor, b: LazyTensor) -> bool:
 
 
 def one_of(copies: list[LazyTensor], why: str) -> LazyTensor:
-    """View the first of several copies of a tensor; reading it compares them. `why` ends the error's sentence.
+    """View the first of several copies of a tensor; reading it compares all copies.
+
+    `why` says why the copies should be equal; it ends the error message.
 
     Raises:
-        CheckpointError: they differ in shape or dtype.
+        CheckpointError: copies differ in shape or dtype.
     """
     first, *others = copies
     if not others:

@@ -1,4 +1,4 @@
-"""The planned content of a target folder: sharded tensors, small files and their fingerprint."""
+"""The planned content of a target folder: weight files, small files, and a fingerprint of both."""
 
 import hashlib
 import json
@@ -13,13 +13,13 @@ from .lazy_tensor import LazyTensor
 
 
 class Progress(Protocol):
-    """Receives the progress of writing, or of reading."""
+    """An object of the caller's, whose methods are called while weights are written or read."""
 
     def start(self, total: int) -> None:
-        """Start with the total number of bytes to read or write."""
+        """Take the total number of bytes to read or write."""
 
     def advance(self, nbytes: int, file: str) -> None:
-        """Count bytes that were read, written to a file, or were already there."""
+        """Add the bytes that were just read or written, or that an earlier run has written to `file`."""
 
 
 @dataclass
@@ -28,9 +28,9 @@ class Plan:
 
     Attributes:
         files: weight files, name to tensors.
-        before: small files that are written first, name to content.
-        last: small files that make the folder a checkpoint, in order.
-        identity: source and options of the conversion; a resumed run must have the same.
+        before: small files that are written before the weights, name to content.
+        last: small files that are written after the weights, in this order: with them the folder is a checkpoint.
+        identity: source and options of the conversion, which must be the same when it is resumed.
     """
 
     files: dict[str, dict[str, LazyTensor]]
@@ -61,8 +61,10 @@ def split_shards(
 ) -> tuple[dict[str, dict[str, LazyTensor]], dict[str, bytes]]:
     """Distribute tensors over safetensors files, named as transformers names them.
 
-    A file does not exceed `shard_size` bytes; a larger tensor gets a file of its own. Returned are the files, and the
-    index if there are several.
+    A file does not exceed `shard_size` bytes; a larger tensor gets a file of its own.
+
+    Returns:
+        file name to tensors by name; and the index by its file name, empty if there is only one file.
     """
     split = split_state_dict_into_shards_factory(
         dict(tensors),

@@ -1,4 +1,4 @@
-"""Weight files that are created in full size and filled in any order: safetensors, and the format of `torch.save`."""
+"""Weight files that are created in full size and then filled: safetensors, and the format of `torch.save`."""
 
 import json
 import os
@@ -16,10 +16,12 @@ from .lazy_tensor import LazyTensor
 
 
 class Output:
-    """A weight file in full size; each of its tensors is filled from beginning to end.
+    """A weight file of full size, in which each tensor is filled from its beginning to its end.
 
     Attributes:
-        path: the file, under its temporary name.
+        path: the file's temporary name.
+        offsets: first byte of each tensor in the file.
+        written: bytes of each tensor that are filled.
     """
 
     def __init__(self, path: Path, offsets: Mapping[str, int], size: int, mode: str):
@@ -38,7 +40,7 @@ class Output:
         self.written[key] += len(data)
 
     def finish(self) -> None:
-        """Flush what was written to the disk."""
+        """Flush the file to the disk."""
         os.fsync(self.file.fileno())
 
     def close(self) -> None:
@@ -52,7 +54,7 @@ class SafetensorsOutput(Output):
     def __init__(self, path: Path, tensors: Mapping[str, LazyTensor]):
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         position = 0
-        # Wide dtypes first, as the safetensors library orders them: each tensor starts at a multiple of its item size.
+        # Wide dtypes first, as the safetensors library does: then each tensor starts at a multiple of its item size.
         for key in sorted(tensors, key=lambda key: -tensors[key].dtype.itemsize):
             tensor = tensors[key]
             header[key] = {
@@ -70,7 +72,7 @@ class SafetensorsOutput(Output):
 
 
 class TorchOutput(Output):
-    """A file as `torch.save` writes it: torch lays it out, then the elements and their checksums are filled in."""
+    """A file as `torch.save` writes it: torch writes it without elements; these and their checksums are filled in."""
 
     def __init__(self, path: Path, tensors: Mapping[str, LazyTensor]):
         empty = {
@@ -89,16 +91,16 @@ class TorchOutput(Output):
         self.sums[key] = zlib.crc32(memoryview(block.reshape(-1).view(torch.uint8).numpy()), self.sums[key])
 
     def finish(self) -> None:
-        """Write the CRC-32 of each tensor into the archive, and flush."""
+        """Write the CRC-32 of each tensor into the archive, and flush the file."""
         by_offset = {offset: self.sums[key] for key, offset in self.offsets.items() if offset}
         _set_checksums(self.path, self.file, by_offset)
         super().finish()
 
 
 def _set_checksums(path: Path, file: Any, by_offset: Mapping[int, int]) -> None:
-    """Enter the CRC-32 of records that were filled after the archive was laid out.
+    """Write CRC-32 sums into a zip archive, by the offset at which the content of each record begins.
 
-    Each stands in the archive's directory and in a descriptor after the bytes of the record
+    A record's sum stands in the archive's directory, and in a descriptor behind the record's content
     (https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT, 4.3.9 and 4.3.12).
     """
     with zipfile.ZipFile(path) as archive:

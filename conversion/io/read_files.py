@@ -1,6 +1,6 @@
 """Weight files as dictionaries of lazy tensors: safetensors, and the format of `torch.save` (.pth, .pt, .bin).
 
-Opening reads headers only. A tensor's rows are mapped into memory when they are read, and unmapped after that.
+Opening reads only headers. A tensor's rows are mapped into memory while they are used.
 """
 
 import os
@@ -16,7 +16,7 @@ from ...configuration.json_files import LARGE, check_regular, reading
 from ...modeling.checkpoints import DTYPES, TensorHeader, read_header, read_torch
 from .lazy_tensor import LazyTensor
 
-# Keys under which a torch file may hold the dictionary of its tensors.
+# Keys under which training code stores the dictionary of tensors in a torch file.
 _WRAPPERS = ("state_dict", "model", "model_state_dict", "module")
 
 
@@ -26,7 +26,7 @@ class FileTensor(LazyTensor):
     def __init__(self, path: Path, name: str, offset: int, dtype: torch.dtype, shape, strides=None):
         super().__init__(shape, dtype, f"{path}: {name}")
         self.path, self.offset = path, offset
-        # None means row-major, as nearly all tensors are.
+        # None means row-major.
         self.strides = None if strides is None or tuple(strides) == _row_major(self.shape) else tuple(strides)
 
     def _read(self, start, stop):
@@ -34,7 +34,7 @@ class FileTensor(LazyTensor):
         count = prod(shape)
         if self.strides is None or not count:
             return self._bytes(start * prod(self.shape[1:]), count).view(shape)
-        # Read everything between the rows' first and last element: nearly all if axis 0 has not the largest stride.
+        # Map everything between the first and the last element of the rows, and view it with the strides.
         span = 1 + sum((size - 1) * step for size, step in zip(shape, self.strides, strict=True))
         return self._bytes(start * self.strides[0], span).as_strided(shape, self.strides)
 
@@ -42,7 +42,7 @@ class FileTensor(LazyTensor):
         if not count:
             return torch.empty(0, dtype=self.dtype)
         size = self.dtype.itemsize
-        # Mapping a file that became shorter raises a ValueError.
+        # numpy raises a ValueError for a file that has become shorter.
         with reading(self.origin, ValueError):
             mapped = np.memmap(
                 self.path, np.uint8, "c", offset=self.offset + first * size, shape=count * size
@@ -54,20 +54,20 @@ def open_safetensors(path: str | os.PathLike) -> dict[str, LazyTensor]:
     """Open a safetensors file: name to tensor, in the header's order.
 
     Raises:
-        CheckpointError: the file is missing or damaged, or torch lacks one of its dtypes.
+        CheckpointError: the file is missing or damaged, or has a dtype that torch lacks.
     """
     path = Path(path)
     return {name: _in_file(path, name, header) for name, header in read_header(path, "safetensors").items()}
 
 
 def open_pickle(path: str | os.PathLike) -> tuple[dict[str, LazyTensor], dict[str, str]]:
-    """Open a file of `torch.save`: a dictionary of tensors, at the top or under "state_dict" or "model".
+    """Open a file of `torch.save`: a dictionary of tensors, or one nested under "state_dict" or a similar key.
 
     Returns:
-        name to tensor, and name to type of the entries that are not tensors.
+        name to tensor, and for the entries that are not tensors, name to type.
 
     Raises:
-        CheckpointError: the file is missing or damaged, holds something else, or would run code.
+        CheckpointError: the file is missing or damaged, holds no such dictionary, or would run code.
     """
     path = Path(path)
     with reading(path):
@@ -79,7 +79,7 @@ def open_pickle(path: str | os.PathLike) -> tuple[dict[str, LazyTensor], dict[st
         beside = {str(name): value for name, value in content.items() if name != wrapper}
         if tensors := [name for name, value in beside.items() if isinstance(value, TensorHeader)]:
             raise CheckpointError(
-                f"{path}: has {tensors[0]} beside {wrapper!r}; one of them only was expected."
+                f"{path}: has the tensor {tensors[0]} beside {wrapper!r}; only one of the two was expected."
             )
         others |= {name: _kind(value) for name, value in beside.items()}
         content = content[wrapper]
@@ -88,7 +88,7 @@ def open_pickle(path: str | os.PathLike) -> tuple[dict[str, LazyTensor], dict[st
     tensors: dict[str, LazyTensor] = {}
     for name, value in content.items():
         if not isinstance(name, str):
-            raise CheckpointError(f"{path}: a key is {name!r}, where names of tensors were expected.")
+            raise CheckpointError(f"{path}: a key is {name!r}; names of tensors were expected.")
         if isinstance(value, TensorHeader):
             tensors[name] = _in_file(path, name, value)
         else:
@@ -102,12 +102,12 @@ def _kind(value: object) -> str:
 
 def _in_file(path: Path, name: str, header: TensorHeader) -> LazyTensor:
     if header.dtype not in DTYPES:
-        raise CheckpointError(f"{path}: {name} has dtype {header.dtype}, which cannot be converted.")
+        raise CheckpointError(f"{path}: {name} has dtype {header.dtype}, which llamoe does not read.")
     return FileTensor(path, name, header.begin, DTYPES[header.dtype], header.shape, header.strides)
 
 
 def open_weights(path: str | os.PathLike) -> tuple[dict[str, LazyTensor], dict[str, str]]:
-    """Open a weight file of either format, by its content; see `open_safetensors` and `open_pickle`."""
+    """Open a safetensors or torch file, which its content tells apart; see `open_safetensors` and `open_pickle`."""
     path = Path(path)
     with reading(path):
         check_regular(path)

@@ -1,9 +1,9 @@
 """Checkpoints written block by block; a file that has its final name is always complete.
 
-A file is created in full size under a temporary name, filled, flushed to the disk and renamed. The file that makes a
-folder a checkpoint (the index of several shards, Meta's params.json) is written last. Until then the file `UNFINISHED`
-states what is made from which source. With it a later run continues after the last complete file. A finished target,
-or one that another run is writing, is refused.
+A file is created in full size under a temporary name, filled, flushed to the disk and renamed. The file without which
+no program takes the folder for a checkpoint (the index of several shards, Meta's params.json) is written last. Until
+then the folder holds the file `UNFINISHED` with the plan's fingerprint, so that a later run of the same plan can
+continue after the last complete file. A finished target, or one that another run is writing, is refused.
 """
 
 import os
@@ -22,50 +22,52 @@ from .plan import Plan, Progress
 from .preallocated_files import SafetensorsOutput, TorchOutput
 
 _TEMPORARY = ".{}.partial"
-# Elements per block of the check for infinities and nan.
+# Number of elements that are checked for infinities and nan at once.
 _CHECKED_AT_ONCE = 1 << 24
 
 
 def check_apart(source: Path, target: Path) -> None:
-    """Refuse, with a `ValueError`, a target that is the source or inside it, by whatever path."""
+    """Raise a `ValueError` if the target is the source or lies inside it; links are followed."""
     if source.is_dir() and source.resolve() in (target.resolve(), *target.resolve().parents):
-        raise ValueError(f"{target}: lies in the source, which is never changed. Choose another target.")
+        raise ValueError(
+            f"{target}: is the source or lies in it; a source is never changed. Choose another target."
+        )
 
 
 def check_target(target: Path, resume: bool) -> None:
-    """Refuse a target that cannot be written to.
+    """Check that the target can be written: it does not exist, is empty, or with `resume` is unfinished.
 
     Raises:
-        ValueError: it is a file, not empty, or nothing that could be resumed.
+        ValueError: the target is none of these.
     """
     if not target.exists():
         return
     if not target.is_dir():
-        raise ValueError(f"{target}: is a file, where a folder will be written. Choose another target.")
+        raise ValueError(f"{target}: is a file; the result is a folder. Choose another target.")
     if _is_empty(target):
         return
     is_unfinished = (target / UNFINISHED).exists()
     if not resume:
         if is_unfinished:
-            raise ValueError(f"{target}: is unfinished; go on with resume=True (--resume), or remove it.")
+            raise ValueError(f"{target}: is unfinished; continue with resume=True (--resume), or remove it.")
         raise ValueError(f"{target}: exists already; choose another target, or remove it.")
     if not is_unfinished:
         raise ValueError(f"{target}: there is nothing to resume: no conversion left it unfinished.")
 
 
 def _is_empty(target: Path) -> bool:
-    """Return whether a folder holds nothing, or only the remains of a run that was killed at its first file."""
+    """Return True if a folder holds nothing, or only what a run leaves that is killed at its first file."""
     return {path.name for path in target.iterdir()} <= {LOCK, _TEMPORARY.format(UNFINISHED)}
 
 
 @contextmanager
 def _one_run(target: Path) -> Iterator[None]:
-    """Create a folder if needed and keep all other runs out of it; a created folder that stays empty is removed.
+    """Create the folder if needed, and lock it for this run; remove it if it was created and stays empty.
 
-    The lock is that of a file in the folder, which the system releases however the process ends.
+    The operating system releases the lock, on a file in the folder, however the process ends.
 
     Raises:
-        ValueError: another run is writing there.
+        ValueError: another run is writing into the folder.
         OSError: the folder or the lock cannot be created.
     """
     is_new = not target.exists()
@@ -76,12 +78,13 @@ def _one_run(target: Path) -> Iterator[None]:
             try:
                 yield
             finally:
-                # Before the release, so that no run takes a lock that is about to vanish. Windows removes no open file.
+                # Removed before it is released, so that no other run locks a file that is then removed. Windows refuses
+                # to remove an open file.
                 with suppress(OSError):
                     (target / LOCK).unlink()
     except Timeout:
         raise ValueError(
-            f"{target}: is being written by another run. Wait until that ends; if it hangs, end it, then go on with "
+            f"{target}: is being written by another run. Wait until that ends; if it hangs, end it, then continue with "
             "resume=True (--resume)."
         ) from None
     finally:
@@ -92,17 +95,17 @@ def _one_run(target: Path) -> Iterator[None]:
 
 
 def write(plan: Plan, target: Path, resume: bool = False, progress: Progress | None = None) -> None:
-    """Write a planned checkpoint into a folder, which is created, or must be empty.
+    """Write a planned checkpoint into a folder, which does not exist or is empty.
 
-    With `resume` the folder was left unfinished by an earlier run of the same plan, whose whole files are kept.
+    With `resume`, an earlier run of the same plan has left the folder unfinished; its complete files are kept.
 
     Raises:
-        ValueError: the target is in use, the earlier run had another plan, or a weight is not finite. This run's files
-            are removed.
-        OSError: the disk is full or fails. Whole files stay for `resume`.
+        ValueError: the target is in use, the earlier run had another plan, or a weight is not finite. The files that
+            this run has written are removed.
+        OSError: the disk is full or fails. Complete files stay for `resume`.
     """
     with _one_run(target):
-        # Checked under the lock, so that no other run writes in between.
+        # Checked while the folder is locked, since another run may have written it since the first check.
         check_target(target, resume)
         _Run(plan, target, progress).write()
 
@@ -111,17 +114,17 @@ class _Run:
     """A run that writes a plan.
 
     Attributes:
-        missing: weight files that are not there.
-        made: paths of the files that this run has completed.
+        missing: names of the weight files that have to be written.
+        completed: paths of the files that this run has written.
     """
 
     def __init__(self, plan: Plan, target: Path, progress: Progress | None):
         self.plan, self.target, self.progress = plan, target, progress
         self.missing = [name for name in plan.files if not (target / name).is_file()]
-        self.made: list[Path] = []
+        self.completed: list[Path] = []
 
     def write(self) -> None:
-        """Write the missing files; a failure leaves only complete files."""
+        """Write the missing files; if that fails, no incomplete file stays."""
         is_begun = not _is_empty(self.target)
         if is_begun and read_json(self.target / UNFINISHED).get("fingerprint") != self.plan.fingerprint():
             raise ValueError(
@@ -136,8 +139,8 @@ class _Run:
             self._write_small(self.plan.last)
             (self.target / UNFINISHED).unlink()
         except ValueError:
-            # In reverse, so that UNFINISHED is removed last.
-            for path in reversed(self.made):
+            # In reverse, so that `UNFINISHED` is removed last.
+            for path in reversed(self.completed):
                 path.unlink()
                 if path.parent != self.target and not any(path.parent.iterdir()):
                     path.parent.rmdir()
@@ -186,7 +189,7 @@ class _Run:
     def _name(self, name: str) -> None:
         """Rename a complete file to its final name."""
         os.replace(self._partial(name), self.target / name)
-        self.made.append(self.target / name)
+        self.completed.append(self.target / name)
 
     def _partial(self, name: str) -> Path:
         """Return the temporary path of a file until it is complete."""
@@ -199,15 +202,15 @@ def _nbytes(tensors: Mapping[str, LazyTensor]) -> int:
 
 
 def check_finite(key: str, tensor: LazyTensor, block: torch.Tensor) -> None:
-    """Refuse, with a `CheckpointError`, a block of the tensor `key` that holds infinities or nan."""
+    """Raise a `CheckpointError` if a block of the tensor `key` holds infinities or nan."""
     if not block.is_floating_point() or block.dtype.itemsize == 1:
         return
     for piece in block.split(_CHECKED_AT_ONCE):
-        # A sum is many times faster. It may overflow for finite elements, so they are checked in that case.
+        # A sum is many times faster than looking at each element. It may overflow; then each element is looked at.
         if bool(torch.isfinite(piece.sum())) or bool(piece.isfinite().all()):
             continue
         count = int((~piece.isfinite()).sum())
         raise CheckpointError(
             f"{tensor.origin} (as {key}): {count} of its numbers are NaN or infinity in {tensor.dtype_name}. The "
-            "source is damaged, or another dtype may hold them."
+            "source is damaged, or a dtype with a wider range is needed."
         )

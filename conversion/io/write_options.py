@@ -1,4 +1,4 @@
-"""The options that all commands share which write a folder."""
+"""The options of all commands that write a folder."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,13 +17,15 @@ class WriteOptions:
     """How a folder is written.
 
     Attributes:
-        layout: of Hugging Face's config.json: "stock" has transformers' own model type, which llamoe, transformers,
-            vLLM and others read; "llamoe" ours, with llamoe_hub.py; None takes stock where it can express the model.
-        dtype: "float32", "float16" or "bfloat16" for all floating tensors; None keeps the dtype of each.
-        shard_size: bytes that a file should not exceed, as a number or a text such as "5GB".
+        layout: which config.json a Hugging Face folder gets. "stock": with transformers' own model type, which llamoe,
+            transformers, vLLM and others read. "llamoe": with llamoe's model type, and llamoe_hub.py beside it. None:
+            stock if it can express the model, else llamoe.
+        dtype: "float32", "float16" or "bfloat16" for all floating-point tensors; None keeps the dtype of each.
+        shard_size: most bytes of a weight file, as a number or a text such as "5GB"; a larger tensor gets its own file.
         resume: continue a folder that an earlier run left unfinished.
         dry_run: check and plan everything, write nothing.
-        progress: an object with `start(total_bytes)` and `advance(nbytes, file)`, called for every block.
+        progress: an object with the methods `start(total_bytes)` and `advance(nbytes, file)`; `advance` is called for
+            every block that is written.
 
     Raises:
         ValueError: layout, dtype or shard_size has another value.
@@ -39,22 +41,22 @@ class WriteOptions:
     def __post_init__(self):
         if self.layout not in ("stock", "llamoe", None):
             raise ValueError(
-                f"layout = {self.layout!r}: valid are 'stock' and 'llamoe', or none for the first that fits."
+                f"layout = {self.layout!r}: valid are 'stock', 'llamoe' and None (stock if it can express the model)."
             )
         if self.dtype is not None and self.cast_to is None:
             raise ValueError(
-                f"dtype = {str(self.dtype).removeprefix('torch.')!r}: valid are float32, float16 and bfloat16, or none "
-                "to keep the source's."
+                f"dtype = {str(self.dtype).removeprefix('torch.')!r}: valid are float32, float16, bfloat16 and None "
+                "(the source's)."
             )
         bytes_of("shard_size", self.shard_size, 1)
 
     @property
     def cast_to(self) -> torch.dtype | None:
-        """The dtype of all floating tensors; None for the dtype of each."""
+        """The dtype for all floating-point tensors; None keeps the dtype of each."""
         return _DTYPES.get(str(self.dtype).removeprefix("torch."))
 
     def cast(self, tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
-        """Cast the tensors to the dtype of the options."""
+        """View the floating-point tensors in the dtype of the options."""
         return {name: tensor.cast(self.cast_to or tensor.dtype) for name, tensor in tensors.items()}
 
 

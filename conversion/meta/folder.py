@@ -1,6 +1,6 @@
-"""Reads and writes folders in Meta's format: LLaMA 1, 2 and 3, and Llama 4 with its vision tower.
+"""Read and write folders in Meta's format: LLaMA 1, 2 and 3, and Llama 4 with its vision tower.
 
-tokenizer.model lies in the folder or one level up.
+tokenizer.model lies in the folder or in the folder above.
 """
 
 import math
@@ -41,14 +41,14 @@ from .params import (
     write_params,
 )
 
-# The largest file of weights, in bytes, and the largest number of files in Meta's releases before Llama 4.
+# Bytes of the largest weight file, and the largest number of files, in Meta's releases before Llama 4.
 _LARGEST_FILE, _MOST_FILES = 17.5e9, 8
 
 
 def open_meta(
     folder: str | os.PathLike, *, companions: bool = True, instruct: bool | None = None
 ) -> Checkpoint:
-    """Open a folder of Meta's under Hugging Face's keys; for the arguments see `open_checkpoint`."""
+    """Open a folder in Meta's format; for the arguments see `open_checkpoint`."""
     folder = Path(folder)
     paths = weight_files(folder, "pth")
     params = Params.of(read_json(folder / "params.json"), str(folder / "params.json"))
@@ -67,7 +67,7 @@ def open_meta(
     translated, notes = {}, note_defaults(params, config)
     if path is None or tokenizer is None:
         notes.append(
-            f"there is no tokenizer.model in {folder} or above it: the result has no tokenizer. Add it there, and "
+            f"there is no tokenizer.model in {folder} or above it: the result has no tokenizer. Add the file, and "
             "convert again"
         )
     elif companions:
@@ -77,7 +77,7 @@ def open_meta(
 
 
 def _find_tokenizer(folder: Path) -> tuple[Path | None, bytes | None]:
-    """Find tokenizer.model of the folder or, as in the releases of LLaMA 1 and 2, of the folder above."""
+    """Find tokenizer.model in the folder or, as in the releases of LLaMA 1 and 2, in the folder above."""
     for path in (folder / "tokenizer.model", folder.absolute().parent / "tokenizer.model"):
         if path.is_file():
             return path, read_bytes(path)
@@ -85,11 +85,11 @@ def _find_tokenizer(folder: Path) -> tuple[Path | None, bytes | None]:
 
 
 def _find_generation(params: Params, files: Files, tokenizer: bytes | None) -> int:
-    """Infer the LLaMA generation, 1 to 4.
+    """Infer the generation of LLaMA, 1 to 4.
 
-    Llama 4 shows in parameters or names of tensors. Llama 3 has scaled rotary embeddings or a tiktoken tokenizer; a
-    folder without tokenizer is taken for Llama 3 if it has a large vocabulary or Llama 3's rotary base. LLaMA 1 stores
-    rotary frequencies in each layer, Llama 2 once. If the frequencies were removed, norm_eps = 1e-6 means LLaMA 1.
+    Llama 4 has parameters and tensors of its own. Llama 3 has scaled rotary embeddings or a tiktoken tokenizer; without
+    a tokenizer, a large vocabulary or Llama 3's rotary base shows it. LLaMA 1 stores rotary frequencies in each layer,
+    Llama 2 once; if they were removed, norm_eps = 1e-6 shows LLaMA 1.
     """
     tensors = files[0]
     of_llama4 = re.compile(r"vision_embeddings\..*|.*(attention\.wqkv\.weight|feed_forward\.router_DE)")
@@ -113,7 +113,7 @@ def _find_generation(params: Params, files: Files, tokenizer: bytes | None) -> i
 
 
 def _head_is_embedding(params: Params, files: Files) -> bool:
-    """Return True if the head of Llama 3.2 1B or 3B, which these sizes show, equals its embedding or is not stored."""
+    """Return True for Llama 3.2 1B or 3B, which its sizes show, if its head equals the embedding or is not stored."""
     pairs = [(file.get("tok_embeddings.weight"), file.get("output.weight")) for file in files]
     return is_llama_32(params) and all(
         embedding is not None and (head is None or are_equal(embedding, head)) for embedding, head in pairs
@@ -121,11 +121,11 @@ def _head_is_embedding(params: Params, files: Files) -> bool:
 
 
 def _measure_feed_forwards(params: Params, files: Files) -> Params:
-    """Complete the parameters by sizes of tensors: hidden sizes and, if params.json has -1, the number of experts."""
+    """Add inner sizes of feed-forwards to the parameters, and the number of experts if params.json has -1 for it."""
     first = files[0]
 
     def whole(suffix: str, axis: int) -> int | None:
-        """Return the size over all files of an axis of the first tensor whose name has this suffix."""
+        """Return the size of an axis, summed over all files, of the first tensor whose name ends so; None without."""
         shapes = (tensor.shape for name, tensor in first.items() if name.endswith(suffix))
         return next((shape[axis] * len(files) for shape in shapes if len(shape) > axis), None)
 
@@ -152,8 +152,11 @@ def save_meta(
 ) -> Report:
     """Write a checkpoint in Meta's format; for `shards` see `convert`.
 
-    A dense model is written as Llama 3 if its tokenizer, vocabulary or rotary embedding is Llama 3's, else as Llama 2;
-    a model of Llama 4's family as Llama 4.
+    A dense model is written as Llama 3 if its tokenizer, vocabulary or rotary embedding is Llama 3's, else as Llama 2.
+    A model of Llama 4's family is written as Llama 4.
+
+    Raises:
+        ValueError: Meta's format or code has no such model.
     """
     target, config = Path(target), checkpoint.config
     if isinstance(config, LlamoeVisionConfig):
@@ -166,7 +169,7 @@ def save_meta(
         tokenizer = meta_tokenizer_file(checkpoint.companions, config)
         if not tokenizer:
             notes.append("the source has no tokenizer: no tokenizer.model is written")
-    # The weights are useful without a tokenizer.
+    # The weights are still useful without a tokenizer.
     except CheckpointError as error:
         notes.append(f"no tokenizer.model is written: {error}")
     generation = _generation_to_write(config, tokenizer.get("tokenizer.model"))
@@ -176,8 +179,8 @@ def save_meta(
     for head, embedding in tied_head(config).items():
         tensors[head] = tensors[embedding]
         notes.append(
-            "the embedding serves as the output head (tie_word_embeddings), which Meta's format does not know: "
-            "output.weight is a copy"
+            "the embedding is also the output head (tie_word_embeddings), which Meta's format cannot say: "
+            "output.weight is a copy of it"
         )
     if needs_own_scaling(params):
         notes.append(
@@ -198,7 +201,7 @@ def save_meta(
 
 
 def _generation_to_write(config: LlamoeBaseConfig, tokenizer: bytes | None) -> int:
-    """Choose the generation: 2, 3 or 4. For dense models the tokenizer decides, else vocabulary and rotary base."""
+    """Choose the generation, 2, 3 or 4; for a dense model by its tokenizer, or without one by vocabulary and base."""
     if not isinstance(config, LlamoeDenseConfig):
         return 4
     rope = config.rope_parameters or {}
@@ -211,10 +214,10 @@ def _generation_to_write(config: LlamoeBaseConfig, tokenizer: bytes | None) -> i
 
 
 def _number_of_files(config: LlamoeBaseConfig, nbytes: int, shards: int | None) -> int:
-    """Return the number of files: `shards`, else as many as Meta's releases of that size have.
+    """Return the number of files: `shards`, or if it is None, as many as Meta's releases of that size have.
 
     Raises:
-        ValueError: files would not hold whole heads.
+        ValueError: with `shards` files a file would not hold whole heads.
     """
     parts: list[Any] = [config.get_text_config(), *filter(None, [getattr(config, "vision_config", None)])]
     counts = [getattr(part, "num_key_value_heads", part.num_attention_heads) for part in parts]
@@ -226,7 +229,7 @@ def _number_of_files(config: LlamoeBaseConfig, nbytes: int, shards: int | None) 
         return shards
     if heads % count_of("shards", shards):
         raise ValueError(
-            f"shards = {shards}: Meta's files hold whole heads, so that the number has to divide {heads}, the greatest "
+            f"shards = {shards}: a file of Meta's holds whole heads, so the number has to divide {heads}, the greatest "
             "common divisor of the numbers of heads."
         )
     return shards

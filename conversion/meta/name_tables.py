@@ -1,9 +1,9 @@
 """Name tables from Meta's formats to Hugging Face's: LLaMA 1, 2 and 3, and Llama 4 with its vision tower.
 
-A row's axis is that along which model-parallel files hold slices of a tensor. Of a matrix with the rows of all experts,
-each file holds a slice of every expert's rows. Meta's code accepts Llama 4 under two sets of names: those of the
-releases, with fused projections and flat experts, and those of its modules. A file may mix both, so the table for
-reading has both.
+A row's axis is the one along which model-parallel files hold slices of a tensor. If a matrix has the rows of all
+experts, each file holds a slice of every expert's rows. Meta's code accepts Llama 4 under two sets of names: those of
+the releases, with fused projections and with all experts in one matrix, and those of its modules. A file may mix both
+sets, so the table for reading has both.
 
 Sources: the modules and load hooks of meta-llama/llama (LLaMA 1 and 2) and of meta-llama/llama-models (Llama 3 and 4),
 and the axes in its `reshard_mp`.
@@ -31,9 +31,10 @@ from ..io import (
 
 
 class _Rotated(Operation):
-    """Permutes the rows of a query or key projection: Meta rotates neighbouring channels, Hugging Face rotates halves.
+    """Permutes the rows of a query or key projection.
 
-    Files hold whole heads, so each file's rows are permuted separately.
+    Meta's rotary embedding pairs neighbouring channels, Hugging Face's pairs channels half a head apart. A file holds
+    whole heads, so each file's rows are permuted separately.
     """
 
     def __init__(self, heads: str):
@@ -51,9 +52,9 @@ class _Rotated(Operation):
 
 
 class _Experts(Operation):
-    """Joins a layer's experts in one tensor: the down projections, or gate and up projections side by side.
+    """Makes a stack of a layer's experts: of their down projections, or of gate and up projections side by side.
 
-    With `flat`, Meta's tensor is a matrix with the rows of all experts, else a stack with an expert each.
+    With `flat`, Meta's tensors are matrices with the rows of all experts, else stacks of the experts' matrices.
     """
 
     def __init__(self, flat: bool):
@@ -91,7 +92,7 @@ _QKV = FusedRows(_qkv_shares)
 _GATE_AND_UP = FusedRows(lambda sizes: [1, 1])
 
 _COMPUTED = "computed from the configuration"
-_OTHER_STATE = "no weight: state of the layer that it was trained with"
+_OTHER_STATE = "no weight: state of a layer in training"
 _STATISTICS = "no weight: statistics of the router's choices in training"
 
 _VE = "vision_embeddings.vision_encoder."
@@ -101,7 +102,7 @@ _BLOCK, _LAYER = f"{_VE}transformer.resblocks.{{j}}.", "vision_model.model.layer
 def _layer(
     meta: str | Sequence[str], hf: str | Sequence[str], operation: Operation = KEEP, axis: int | None = None
 ) -> Row:
-    """Make a row of a decoder layer from names inside the layer."""
+    """Make a table row from names inside a decoder layer."""
     metas, hfs = (
         tuple(prefix + name for name in ([names] if isinstance(names, str) else names))
         for prefix, names in (("layers.{i}.", meta), ("model.layers.{i}.", hf))
@@ -110,7 +111,7 @@ def _layer(
 
 
 def _weights(pairs: Mapping[str, str], axis: int | None = None) -> list[Row]:
-    """Return the table rows of a decoder layer's weights that are only renamed."""
+    """Make table rows for weights of a decoder layer that are only renamed: Meta's name to Hugging Face's."""
     return [_layer(f"{meta}.weight", f"{hf}.weight", axis=axis) for meta, hf in pairs.items()]
 
 
@@ -118,7 +119,7 @@ _ENDS = (Row("norm.weight", "model.norm.weight"), Row("output.weight", "lm_head.
 _NORMS = _weights({"attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"})
 _OUT = _weights({"attention.wo": "self_attn.o_proj"}, axis=1)
 
-# LLaMA 1, 2 and 3 without the embedding, whose axis differs.
+# LLaMA 1, 2 and 3 without the embedding, which the generations slice along different axes.
 _LLAMA = (
     *_ENDS,
     *_NORMS,
@@ -133,7 +134,7 @@ _LLAMA = (
     Drop("layers.{i}.attention.inner_attention.rope.freqs", _COMPUTED),
 )
 
-# The decoder of Llama 4: names that are in both sets.
+# The decoder of Llama 4: names that both sets have.
 _LLAMA4_SHARED = (
     Row("tok_embeddings.weight", "model.embed_tokens.weight", axis=0),
     *_ENDS,
@@ -225,12 +226,12 @@ def llama_table(embedding_axis: int) -> Table:
 
 
 def llama4_table(config: LlamoeBaseConfig, to_write: bool = False) -> Table:
-    """Return the table of Llama 4: a decoder alone, or inside a multimodal model with its tower.
+    """Return the table of Llama 4: of a decoder alone, or of a multimodal model with its tower.
 
-    Written are the names of the releases. A table for reading has both sets of names in any layer.
+    The table for writing has the names of the releases, the table for reading both sets of names.
     """
-    # This name of a norm belongs to layers with experts, the one in `_LLAMA4_RELEASE` to dense layers. The first row
-    # that matches is taken.
+    # The releases name this norm so in layers with experts, and as `_LLAMA4_RELEASE` has it in dense layers. Of several
+    # rows that fit a name, the first is taken.
     norm = "feed_forward.norm.weight", "post_attention_layernorm.weight"
     if to_write:
         mixtures = config.get_text_config().moe_layers

@@ -1,7 +1,7 @@
 """Meta's `params.json` as our configurations, and back.
 
-An absent key has the default of Meta's code, which differs between LLaMA 1/2, Llama 3 and Llama 4. Sizes that tensors
-show are read off the tensors.
+An absent key has the default of Meta's code, which differs between LLaMA 1/2, Llama 3 and Llama 4. Sizes that the
+tensors show were added to the parameters before.
 
 Source: `ModelArgs` of meta-llama/llama (LLaMA 1 and 2) and meta-llama/llama-models (Llama 3 and 4).
 """
@@ -15,21 +15,21 @@ from ...configuration.checks import fail
 from ..consolidated import Params, kept_fields, read_decoder, read_dtype
 from .hidden_sizes import expert_size, feed_forward_size, fit_dense, fit_mixture
 
-# Original context length of Llama 3's rotary scaling: a constant in Meta's code, as is the factor for low frequencies.
+# Constants of Meta's code for Llama 3's rotary scaling: the original context length, and the low-frequency factor.
 _SCALED_FROM, _LOW_FACTOR = 8192, 1.0
-# The entries of params.json for rotary scaling, as they are named in `rope_parameters`; and by generation the values
-# that Meta's code has without them: for Llama 3 these are constants, which no entry changes.
+# Entries of params.json for rotary scaling, and their names in `rope_parameters`.
 _FACTORS = {"rope_scaling_factor": "factor", "rope_high_freq_factor": "high_freq_factor"}
+# Values of the entries, by generation, if params.json lacks them. Llama 3's code ignores the entries and has these.
 _SCALING = {3: (8.0, 4.0), 4: (16.0, 1.0)}
-# Width, heads and key-value heads of Llama 3.2 1B and 3B. Their params.json lack the factor and Llama 3's code has the
-# constant above, but their published configurations have this one.
+# Width, heads and key-value heads of Llama 3.2 1B and 3B. Their params.json has no factor, and Llama 3's code takes 8,
+# but their published configurations have 32.
 _LLAMA_32, _FACTOR_OF_LLAMA_32 = ((2048, 32, 8), (3072, 24, 8)), 32.0
-# Larger vocabularies are tiktoken's (Llama 3: 128256); SentencePiece's have 32000 to 32016 pieces.
+# SentencePiece's vocabularies have 32000 to 32016 pieces; larger vocabularies are tiktoken's (Llama 3: 128256).
 LARGEST_SENTENCEPIECE = 65536
-# The rotary base of Llama 3 and 4; no earlier dense model has it.
+# The rotary base of Llama 3 and 4, which no earlier model has.
 LLAMA3_THETA = 500000.0
-# Number of special tokens, which follow all others in the vocabulary; and the offsets among them of Llama 4's tokens
-# that a configuration names.
+# Number of special tokens by generation; they have the last ids of the vocabulary. And the special tokens of Llama 4
+# that its configuration names, counted from the first special token.
 _SPECIALS = {3: 256, 4: 2048}
 _LLAMA4_IDS = {"bos": 0, "eos": (1, 7, 8), "pad": 18, "boi": 80, "eoi": 81, "image": 92}
 
@@ -43,18 +43,18 @@ _LLAMA4_ONLY = frozenset(
 
 
 def says_llama4(params: Params) -> bool:
-    """Return whether the parameters alone identify a Llama 4."""
+    """Return True if the parameters have a key that only Llama 4 has."""
     return any(name in params for name in _LLAMA4_ONLY)
 
 
 def is_llama_32(params: Params) -> bool:
-    """Return whether these are the sizes of Llama 3.2 1B or 3B, with scaled rotary embeddings."""
+    """Return True for the sizes of Llama 3.2 1B or 3B with scaled rotary embeddings."""
     sizes = tuple(params.entries.get(name) for name in ("dim", "n_heads", "n_kv_heads"))
     return params.flag("use_scaled_rope") and not says_llama4(params) and sizes in _LLAMA_32
 
 
 def note_defaults(params: Params, config: LlamoeBaseConfig) -> list[str]:
-    """Return notes on absent keys for which Meta's code and Hugging Face's published configurations differ."""
+    """Return notes on absent keys whose defaults differ between Meta's code and Hugging Face's configurations."""
     if isinstance(config, LlamoeDenseConfig):
         scaled = (config.rope_parameters or {}).get("rope_type") == "llama3"
         if scaled and "rope_scaling_factor" not in params and config.hidden_size < 4096:
@@ -73,9 +73,13 @@ def note_defaults(params: Params, config: LlamoeBaseConfig) -> list[str]:
 def read_config(
     params: Params, generation: int, is_tuned: bool = False, is_tied: bool = False
 ) -> LlamoeBaseConfig:
-    """Make the configuration of a folder of LLaMA, `generation` 1 to 4, from params.json and the tensors.
+    """Make the configuration of a folder from its parameters.
 
-    Sizes that they do not show (`hidden_dim`) follow Meta's formulas.
+    Args:
+        params: the content of params.json, with sizes of tensors added. An absent `hidden_dim` follows Meta's formula.
+        generation: of LLaMA, 1 to 4.
+        is_tuned: the model was tuned for conversations, which changes token ids and context length.
+        is_tied: the embedding is also the output head.
     """
     fields = read_decoder(params) | {"rope_parameters": _read_rope(params, generation)}
     if generation < 4:
@@ -83,11 +87,11 @@ def read_config(
         return LlamoeDenseConfig(
             **fields, tie_word_embeddings=is_tied, architectures=["LlamoeDenseForCausalLM"]
         )
-    # Special tokens are the last ones; none where the vocabulary is too small for them.
+    # The id of the first special token; a vocabulary that is too small has none.
     base = fields["vocab_size"] - _SPECIALS[4]
     ids = {
-        name: [base + n for n in place] if isinstance(place, tuple) else base + place
-        for name, place in _LLAMA4_IDS.items()
+        name: [base + n for n in offset] if isinstance(offset, tuple) else base + offset
+        for name, offset in _LLAMA4_IDS.items()
         if base > 0
     }
     fields |= {f"{name}_token_id": ids.get(name) for name in ("bos", "eos", "pad")}
@@ -107,14 +111,14 @@ def read_config(
 
 
 def _scaling(params: Params, generation: int) -> tuple[float, float]:
-    """Return the scaling factor and the high-frequency factor where `params.json` has none."""
+    """Return the scaling factor and the high-frequency factor for a `params.json` that lacks them."""
     factor, high = _SCALING[max(generation, 3)]
     return (_FACTOR_OF_LLAMA_32 if generation < 4 and is_llama_32(params) else factor), high
 
 
 def _read_rope(params: Params, generation: int) -> dict[str, Any]:
     scaled = params.flag("use_scaled_rope")
-    # Llama 2's code does not have this key, but Code Llama's files do. Llama 3 and 4 have their own default.
+    # Llama 2's code does not have the key rope_theta, but Code Llama's files do.
     theta = params.number("rope_theta", LLAMA3_THETA if scaled or generation > 2 else 10000.0)
     if not scaled:
         return {"rope_type": "default", "rope_theta": theta}
@@ -140,7 +144,7 @@ def _read_dense(params: Params, fields: Mapping[str, Any], generation: int, is_t
     ids = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
     if generation == 3:
         base = fields["vocab_size"] - _SPECIALS[3]
-        # end_of_text; tuned models also end their turns with eom and eot.
+        # end_of_text; a tuned model also ends its answers with eom and eot.
         eos = [base + 1, base + 8, base + 9] if is_tuned else base + 1
         ids = {"bos_token_id": base, "eos_token_id": eos} if base > 0 else dict.fromkeys(ids)
     return {
@@ -209,7 +213,7 @@ def _read_vision(params: Params) -> dict[str, Any]:
 
 
 def _side(params: Params, name: str) -> int:
-    """Read the side of a square that is written as {"height", "width"}, or as a number."""
+    """Read the side of a square, which is written as {"height": side, "width": side} or as a number."""
     if not isinstance(params.entries.get(name), Mapping) or (size := params.part(name)) is None:
         return params.integer(name)
     if size.integer("height") != size.integer("width"):
@@ -221,14 +225,15 @@ def _side(params: Params, name: str) -> int:
 
 
 def write_params(config: LlamoeBaseConfig, generation: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Make the contents of `params.json` and `llamoe.json`; `generation` is 2 or 3 for the dense family, 4 otherwise.
+    """Make the contents of `params.json` and `llamoe.json`; `generation` is 2 or 3 for the dense family, else 4.
 
-    A `ValueError` names a field whose value Meta's code cannot compute.
+    Raises:
+        ValueError: Meta's code cannot compute the value of a field.
     """
     text: Any = config.get_text_config()
     assert text.head_dim is not None
     if text.head_dim * text.num_attention_heads != text.hidden_size:
-        problem = "Meta's code takes hidden_size / num_attention_heads for it"
+        problem = "Meta's code takes hidden_size / num_attention_heads"
         fail(text, "head_dim", text.head_dim, problem, f"{text.hidden_size / text.num_attention_heads:g}")
     params = {
         "dim": text.hidden_size,
@@ -256,12 +261,12 @@ def _add_dense(params: dict[str, Any], config: LlamoeDenseConfig, generation: in
     if multiplier is not None:
         params["ffn_dim_multiplier"] = multiplier
     rope = config.rope_parameters or {}
-    # Without a tokenizer, a reader assumes Llama 3 and its default base for a large vocabulary.
+    # Written also for a large vocabulary: without a tokenizer, a reader takes that for Llama 3 with its base.
     if generation == 3 or rope.get("rope_theta") != 10000.0 or config.vocab_size > LARGEST_SENTENCEPIECE:
         params["rope_theta"] = rope.get("rope_theta")
     if rope.get("rope_type") == "llama3":
         params["use_scaled_rope"] = True
-        # Written only if they differ from what a reader assumes.
+        # Written if they differ from Llama 3's constants, or from what is read without them.
         taken = _scaling(Params(dict(params), "params.json"), 3)
         for (name, key), *defaults in zip(_FACTORS.items(), _SCALING[3], taken, strict=True):
             if any(rope.get(key) != default for default in defaults):
@@ -269,9 +274,9 @@ def _add_dense(params: dict[str, Any], config: LlamoeDenseConfig, generation: in
 
 
 def needs_own_scaling(params: Mapping[str, Any]) -> bool:
-    """Return whether a dense model's rotary scaling differs from the constants in Llama 3's code."""
-    given = (params.get(name, default) for name, default in zip(_FACTORS, _SCALING[3], strict=True))
-    return "moe_args" not in params and tuple(given) != _SCALING[3]
+    """Return True if a dense model's rotary scaling differs from the constants in Llama 3's code."""
+    scaling = (params.get(name, default) for name, default in zip(_FACTORS, _SCALING[3], strict=True))
+    return "moe_args" not in params and tuple(scaling) != _SCALING[3]
 
 
 def _add_text(params: dict[str, Any], text: LlamoeTextConfig) -> None:
@@ -321,7 +326,7 @@ def _write_vision(config: LlamoeVisionConfig) -> dict[str, Any]:
     dim, inner = config.hidden_size, config.intermediate_size
     ratio = inner / dim
     if int(ratio * dim) != inner:
-        # So that the product is `inner` after rounding down.
+        # Half more, so that Meta's code, which rounds the product down, gets `inner`.
         ratio = (inner + 0.5) / dim
     return {
         "image_size": {"height": config.image_size, "width": config.image_size},

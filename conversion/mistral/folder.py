@@ -1,9 +1,9 @@
-"""Reads folders in Mistral AI's format: Mistral and Mixtral.
+"""Read folders in Mistral AI's format: Mistral and Mixtral.
 
 Such a folder holds params.json and weights: consolidated.safetensors, or consolidated.00.pth and so on. If a dense
-model has several files, each holds a slice of every large tensor; each file of a mixture holds some whole tensors.
-Tensors outside of experts have the names of Meta's LLaMA, are sliced along the same axes, and have rows of q and k in
-the same order.
+model has several files, each holds a slice of every large tensor. If a mixture has several, each holds some of the
+tensors whole. Outside of experts, tensors have the names of Meta's LLaMA, are sliced along the same axes, and have the
+rows of q and k in the same order.
 
 Sources: `Transformer` and `MoeLayer` of mistralai/mistral-inference; for the first release of Mixtral transformers'
 former script convert_mixtral_weights_to_hf.py.
@@ -36,7 +36,7 @@ _ENDINGS = ("safetensors", "pth", "pt")
 
 
 class _ExpertsInOneMatrix(Operation):
-    """Makes a layer's two stacks from three matrices with the rows of all experts: w1, w3, and w2 transposed."""
+    """Makes a layer's two stacks from three matrices, each with the rows of all experts: w1, w3, and w2 transposed."""
 
     def convert(self, tensors, sizes):
         gate, up, down = (by_expert(tensor, sizes.num_local_experts) for tensor in tensors)
@@ -59,7 +59,7 @@ _TOKENIZER = re.compile(r"tekken\.json|tokenizer\.model(?:\.v(\d+))?")
 
 
 def is_mistral(folder: Path) -> bool:
-    """Return whether a folder is in Mistral AI's format, not Meta's, by params.json, else by the weight files."""
+    """Return True if a folder has Mistral AI's format, not Meta's, by the keys of params.json or the weight files."""
     if not (folder / "params.json").is_file():
         return any(folder.glob("consolidated*.safetensors"))
     keys = Params.of(read_json(folder / "params.json"), "").entries.keys()
@@ -93,7 +93,7 @@ def open_mistral(
 
 
 def _join_files(files: Iterable[Mapping[str, LazyTensor]]) -> dict[str, LazyTensor]:
-    """Collect the whole tensors that files hold; several copies of one must be equal."""
+    """Collect the whole tensors that the files hold; if several hold the same tensor, the copies must be equal."""
     copies: dict[str, list[LazyTensor]] = {}
     for file in files:
         for name, tensor in file.items():
@@ -105,7 +105,7 @@ def _join_files(files: Iterable[Mapping[str, LazyTensor]]) -> dict[str, LazyTens
 def _translate_tokenizer(
     folder: Path, config: LlamoeDenseConfig | LlamoeMixtralConfig, instruct: bool | None, notes: list[str]
 ) -> dict[str, bytes]:
-    """Make Hugging Face's files of the newest tokenizer in a folder; `notes` says if there is none."""
+    """Make Hugging Face's files of the newest tokenizer in a folder; if there is none, add a sentence to `notes`."""
     versions = {
         path.name: (path.suffix == ".json", int(match[1] or 0))
         for path in folder.iterdir()
@@ -113,7 +113,7 @@ def _translate_tokenizer(
     }
     if not versions:
         notes.append(
-            f"there is no tokenizer.model or tekken.json in {folder}: the result has no tokenizer. Add it there, and "
+            f"there is no tokenizer.model or tekken.json in {folder}: the result has no tokenizer. Add the file, and "
             "convert again"
         )
         return {}

@@ -1,12 +1,12 @@
 """Mistral AI's `params.json` as our configurations.
 
-`params.json` has the keys of mistral-inference's `TransformerArgs`. The first release of Mixtral may have Hugging
-Face's names instead, the experts' counts outside of `moe`, and numbers as text. A key that is not known here may change
-what the model computes, so it is refused.
+`params.json` has the keys of mistral-inference's `TransformerArgs`. In the first release of Mixtral it may have Hugging
+Face's names instead, the numbers of experts outside of `moe`, and numbers as text. An unknown key may change what the
+model computes, so it is refused.
 
-Without `rope_theta`, a model with a window has the base 10000, others 1000000. This was mistral-inference's rule in
-December 2023, when the key was new: Mistral 7B v0.1, which has a window and no such key, was trained with 10000.
-Later versions of its code take 1000000 for all, and its later folders have the key.
+Without `rope_theta`, a model with a sliding window has the rotary base 10000, others 1000000. This was the rule of
+mistral-inference in December 2023, when the key was new: Mistral 7B v0.1, which has a window and no such key, was
+trained with 10000. Later folders have the key.
 
 Source: `args.py`, `cache.py`, `moe.py` and `transformer.py` of mistralai/mistral-inference.
 """
@@ -41,7 +41,7 @@ _KNOWN = frozenset(
     "dim n_layers head_dim hidden_dim n_heads n_kv_heads norm_eps vocab_size rope_theta sliding_window moe max_seq_len "
     "tied_embeddings".split()
 )
-# Keys of other models' code, with the only value at which they are what is computed here.
+# Keys of other models' code, with the only value at which the model computes what our classes compute.
 _ONLY = {
     "model_type": "transformer",
     "causal": True,
@@ -51,7 +51,7 @@ _ONLY = {
     "moe.route_every_n": 1,
     "moe.routed_scale": 1,
 }
-# Keys of other models' code, and of other kinds of weights, that are off if they are false, 0 or empty.
+# Keys of other models' code, and of quantized weights, that have no effect if they are false, 0 or empty.
 _OFF = frozenset(
     "use_biases use_bias attention_bias qkv_bias mlp_bias qk_norm use_qk_norm use_scaled_rope dropout "
     "attention_dropout "
@@ -59,20 +59,20 @@ _OFF = frozenset(
     "attn_temperature_tuning moe.first_k_dense_replace moe.num_shared_experts rope_scaling yarn llama_4_scaling "
     "vision_encoder multimodal lora quantization quantization_config".split()
 )
-# A key that is ignored, since it has no effect on what the model computes.
+# A key that never changes what the model computes.
 _NO_EFFECT = "max_batch_size"
 
 
 def read_params(content: Mapping[str, Any], origin: str) -> tuple[Params, dict[str, str]]:
-    """Rename the entries of params.json as in mistral-inference; return them, and ignored keys with the reason."""
-    given = Params.of(content, origin)
+    """Rename the entries of params.json as in mistral-inference; return them, and a reason for each ignored key."""
+    as_written = Params.of(content, origin)
     entries: dict[str, Any] = {}
-    for name, value in given.entries.items():
+    for name, value in as_written.entries.items():
         if (current := _RENAMED.get(name, name)) in entries:
-            given.reject(name, f"one of {name} and {current} only")
+            as_written.reject(name, f"only one of {name} and {current}")
         entries[current] = value
     counts = {name: entries.pop(name) for name in _EXPERTS if name in entries}
-    if mixture := given.part("moe"):
+    if mixture := as_written.part("moe"):
         counts |= {_RENAMED.get(name, name): value for name, value in mixture.entries.items()}
     if counts:
         entries["moe"] = counts
@@ -82,16 +82,16 @@ def read_params(content: Mapping[str, Any], origin: str) -> tuple[Params, dict[s
         if not (value == _ONLY[name] if name in _ONLY else name in _OFF and not value):
             expected = f"; expected: {_ONLY[name]!r}, or nothing" if name in _ONLY else ""
             raise CheckpointError(
-                f"{origin}: {name} = {str(value)[:60]} may change what the model computes, and only decoders of text "
-                f"in plain weights are converted{expected}. If it does not, remove it from the file."
+                f"{origin}: {name} = {str(value)[:60]} may change what the model computes; only decoders of text with "
+                f"plain weights are converted{expected}. If the entry changes nothing, remove it."
             )
     params = Params({name: value for name, value in entries.items() if name in _KNOWN}, origin)
     reason = "has no effect on what the model computes"
-    return params, {f"params.json: {_NO_EFFECT}": reason} if _NO_EFFECT in given else {}
+    return params, {f"params.json: {_NO_EFFECT}": reason} if _NO_EFFECT in as_written else {}
 
 
 def read_config(params: Params) -> LlamoeDenseConfig | LlamoeMixtralConfig:
-    """Make the configuration of a folder from the result of `read_params` and the sizes of tensors."""
+    """Make a folder's configuration from the parameters of `read_params`, which `measure` has completed."""
     fields = read_decoder(params) | _read_window(params)
     theta = _THETA_WITH_WINDOW if "sliding_window" in fields else _THETA
     fields |= {
@@ -118,9 +118,12 @@ def read_config(params: Params) -> LlamoeDenseConfig | LlamoeMixtralConfig:
 
 
 def _read_window(params: Params) -> dict[str, Any]:
-    """Read the window and its layers from a number, a number as text, or a list that repeats over the layers."""
-    given, layers = params.entries.get("sliding_window"), params.integer("n_layers")
-    windows = given if isinstance(given, list) else [given]
+    """Read the sliding window, and which layers have it, as fields of the configuration.
+
+    `sliding_window` is a number, a number as text, or a list that repeats over the layers, with null for no window.
+    """
+    entry, layers = params.entries.get("sliding_window"), params.integer("n_layers")
+    windows = entry if isinstance(entry, list) else [entry]
     windows = [int(window) if str(window).isdecimal() else window for window in windows]
     sizes = {window for window in windows if window is not None}
     if not sizes and windows == [None]:

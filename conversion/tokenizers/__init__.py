@@ -1,4 +1,4 @@
-"""Tokenizer, chat template and processor files of a folder.
+"""Convert tokenizers, and write chat templates and processor files.
 
 Reading order: chat_templates, processors, source_tokenizer, sentencepiece_models, tiktoken_tables, tekken,
 folder_files, vocabulary.

@@ -1,20 +1,21 @@
 """Chat templates in Jinja for `apply_chat_template`: what Meta's and Mistral AI's code writes around messages.
 
-Llama 2: each question and answer is bos + `[INST] question [/INST] answer ` + eos, both stripped; a system message is
-first merged into the first question. Llama 3 and 4: bos once, then for each message a header with its role, an empty
-line, the content, and an end token.
+Llama 2: each question with its answer is bos + `[INST] question [/INST] answer ` + eos, question and answer stripped. A
+system message is first merged into the first question. Llama 3 and 4: bos once, then for each message a header with its
+role, an empty line, the content, and an end token.
 
-Mistral: bos once, then each question as `[INST]question[/INST]` and each answer with eos. In version 1 `[INST]` is
-text, with spaces around question and answer; later it is a token, and SentencePiece's prefix makes the space. A system
-message is put before the first question, in versions 2 and 3 before the last one, and since 7 has tokens of its own.
+Mistral: bos once, then `[INST]question[/INST]` for each question, and each answer with eos. In version 1 `[INST]` is
+text, with spaces around question and answer. In later versions it is a token, and SentencePiece makes the space. A
+system message is put before the first question, and in versions 2 and 3 before the last one; since version 7 it has
+tokens of its own.
 
 Sources: Meta's `llama`, `llama3` and `llama-models` repositories; `instruct.py` of mistralai/mistral-common.
 
-Meta's code encodes header, content and calls separately; a template is encoded at once. So Llama 4 content that begins
-with a line break may get other tokens, since the break merges with the header's.
+Meta's code encodes header, content and calls of tools separately, but a filled template is encoded at once. So Llama 4
+content that begins with a line break may get other tokens, since the break merges with the header's.
 
-The model's own output stands between `generation` and `endgeneration`, including the end token. These marks produce no
-text; `apply_chat_template(return_assistant_tokens_mask=True)` and trainers use them.
+The templates put what the model itself writes, including the end token, between `generation` and `endgeneration`. These
+marks produce no text; `apply_chat_template(return_assistant_tokens_mask=True)` and trainers use them.
 
 turns.jinja is for formats that alternate questions and answers, headers.jinja for messages with headers. The words in
 capitals in both files are replaced here.
@@ -30,7 +31,7 @@ _IMAGE = """{%- elif part['type'] == 'image' -%}
 
 
 def llama_2() -> str:
-    """Return the chat template of Llama 2; like Meta's code it refuses tags in messages and roles in a wrong order."""
+    """Return the chat template of Llama 2, which like Meta's code refuses tags in messages and roles out of order."""
     words = {
         "TITLE": "Llama 2 chat.",
         "BEGIN": "",
@@ -45,11 +46,11 @@ def llama_2() -> str:
 
 
 LAST_OF_MISTRAL = 13
-"""The last version of Mistral AI's format that `mistral` writes; the next one begins a conversation with settings."""
+"""The last version of Mistral AI's chat format that `mistral` knows; the next begins a conversation with settings."""
 
 
 def mistral(version: int) -> str:
-    """Return the chat template of a version of Mistral AI's format of conversations."""
+    """Return the chat template of a version of Mistral AI's chat format."""
     begin, merges, tags = "{{- bos_token -}}\n", "false", ["[INST]", "[/INST]"]
     if version >= 7:
         tags += ["[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]"]
@@ -64,7 +65,7 @@ def mistral(version: int) -> str:
         "MODEL": "Mistral",
         "MERGES": merges,
         "MERGED": "text_of(messages[0]) + '\\n\\n' + content",
-        # In version 1 the borders are text.
+        # In version 1 `[INST]` is text, and needs spaces.
         "QUESTION": f"'[INST]{' ' * (version == 1)}' + content + '{' ' * (version == 1)}[/INST]'",
         "ANSWER": "' ' + content + eos_token" if version == 1 else "content.rstrip(' ') + eos_token",
     }
@@ -72,7 +73,7 @@ def mistral(version: int) -> str:
 
 
 def llama_3() -> str:
-    """Return the chat template of Llama 3, which joins and strips a message's parts, as Meta's code does."""
+    """Return the chat template of Llama 3, which joins a message's parts and strips the text, as Meta's code does."""
     words = {
         "TITLE": "Llama 3 chat.",
         "START": "<|start_header_id|>",
@@ -86,10 +87,11 @@ def llama_3() -> str:
 
 
 def llama_4(*, images: bool, calls: bool = True) -> str:
-    """Return the chat template of Llama 4: calls and results of tools end with `<|eom|>`, others with `<|eot|>`.
+    """Return the chat template of Llama 4: calls and results of tools end with `<|eom|>`, all else with `<|eot|>`.
 
-    With `images` messages may have parts `{"type": "image"}`; `Llama4Processor` writes their tokens. Without `calls`
-    those of tools are refused.
+    Args:
+        images: messages may have parts `{"type": "image"}`, for which `Llama4Processor` writes the tokens.
+        calls: messages may have calls of tools; else they are refused.
     """
     words = {
         "TITLE": "Llama 4 chat.",

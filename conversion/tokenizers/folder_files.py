@@ -1,10 +1,10 @@
 """Read Meta's or Mistral AI's tokenizer, compare it with the model, and make a Hugging Face folder's files from it.
 
-Files are dictionaries from names to bytes; nothing is written to disk. The original tokenizer is among them, so that a
-conversion back to Meta's format has it byte by byte.
+Files are dictionaries from names to bytes; nothing is written to disk. They include the original tokenizer, so that a
+conversion back to Meta's format gets it byte by byte.
 
 tokenizer_config.json names transformers' general tokenizer class, which uses tokenizer.json as it is. `LlamaTokenizer`
-builds the steps anew when it loads and gives other ids.
+would build normalizer and pre-tokenizer anew when it loads, and give other ids.
 """
 
 from typing import Any
@@ -17,24 +17,25 @@ from .processors import processor_files
 from .source_tokenizer import SourceTokenizer
 from .tiktoken_tables import SPECIAL_TOKENS
 
-# The context of LLaMA 1, by which alone it differs from Llama 2. LLaMA 1 has no chat models.
+# The context length of LLaMA 1. Only this tells it from Llama 2; it has no models that were tuned for chats.
 _LLAMA_1_CONTEXT = 2048
 
 
 def check_tokenizer(
     content: bytes, config: Any = None, *, family: str | None = None, origin: str = "tokenizer.model"
 ) -> SourceTokenizer:
-    """Read a tokenizer.model of either kind or a tekken.json, and refuse one that is damaged or another model's.
+    """Read a tokenizer: a SentencePiece model, a tiktoken table of ranks, or a tekken.json.
 
     Args:
-        content: of the file.
-        config: a configuration of llamoe to compare with, or None.
-        family: of a SentencePiece model: "llama-1", "llama-2" or "mistral"; None tells LLaMA 1 from Llama 2 by
-            `max_position_embeddings`. Of other kinds of files it follows from the file and the number of tokens.
-        origin: the file, for messages.
+        content: the file's content.
+        config: a configuration of llamoe, with whose `vocab_size` the number of tokens is compared; None for no
+            comparison.
+        family: of a SentencePiece model: "llama-1", "llama-2" or "mistral". None tells LLaMA 1 from Llama 2 by
+            `max_position_embeddings`. Other kinds of files show their family themselves.
+        origin: the file's name, for errors.
 
     Raises:
-        CheckpointError: it is damaged, or its number of tokens is not `config.vocab_size`.
+        CheckpointError: the file is damaged, or its number of tokens is not `config.vocab_size`.
     """
     text = getattr(config, "text_config", config)
     kind = kind_of(content, origin)
@@ -64,12 +65,12 @@ def _rows(text: Any) -> str:
 
 
 def kind_of(content: bytes, origin: str) -> str:
-    """Return the kind of a tokenizer by its first bytes: "sentencepiece", "tiktoken" or "tekken"."""
+    """Return the kind of a tokenizer file by its content: "sentencepiece", "tiktoken" or "tekken"."""
     if tiktoken_tables.looks_like_table(content):
         return "tiktoken"
     if content.startswith(b"{") and b'"token_bytes"' in content:
         return "tekken"
-    # The first byte of a ModelProto: the tag of its first piece.
+    # The first byte of a SentencePiece model in protobuf: the tag of its first piece.
     if content[:1] == b"\x0a":
         return "sentencepiece"
     what = "is empty" if not content else f"begins with {content[:20]!r}"
@@ -80,7 +81,7 @@ def kind_of(content: bytes, origin: str) -> str:
 
 
 def _family_of_table(ranks: int, text: Any, origin: str) -> str:
-    """Tell Llama 3 from Llama 4 by the number of special tokens, which is what the embedding has beyond the ranks."""
+    """Tell Llama 3 from Llama 4 by the number of special tokens: embedding rows beyond the ranks."""
     if text is None:
         # The releases have 128000 and 200000 ranks.
         return "llama-3" if ranks < 160_000 else "llama-4"
@@ -105,21 +106,21 @@ def hf_files_from_meta(
 ) -> dict[str, bytes]:
     """Make a Hugging Face folder's files, without weights and config.json, from Meta's or Mistral AI's tokenizer.
 
-    Ids are those of Meta's `encode(text, bos=True, eos=False)`, with one difference where a chat template exists: text
-    that spells a special token (`</s>`, `<|eot|>`) becomes that token, since templates write them as text. Pass
-    `split_special_tokens=True` to the tokenizer to encode such text as Meta does. Without a template (LLaMA 1, and
-    Llama 2 with `instruct=False`) that is the default.
+    The tokenizer gives the ids of Meta's `encode(text, bos=True, eos=False)`, with one difference if there is a chat
+    template: text that spells a special token (`</s>`, `<|eot|>`) becomes that token, since templates write special
+    tokens as text. To encode such text as Meta does, pass `split_special_tokens=True` to the tokenizer. Without a
+    template (LLaMA 1; Llama 2 and Mistral with `instruct=False`) this is the default.
 
     Args:
-        content: of a file: a SentencePiece model, a tiktoken table or a tekken.json.
-        config: any but a tower's; a `LlamoeConfig` also gets a processor.
-        instruct: whether the model was trained to chat. True writes the chat template, the tokens that end an answer,
+        content: the tokenizer's file: a SentencePiece model, a tiktoken table or a tekken.json.
+        config: any configuration but a tower's; for a `LlamoeConfig` a processor is made, too.
+        instruct: whether the model was tuned for chats. True writes the chat template, the tokens that end an answer,
             and the sampling settings of Meta's examples (temperature 0.6, top_p 0.9). None, unknown, omits the sampling
-            settings. False, a base model, stops only at the end of text and, for Llama 2 and Mistral, has no template.
+            settings. False, a base model, ends only at the end of text and, for Llama 2 and Mistral, has no template.
         family, origin: as in `check_tokenizer`.
 
     Raises:
-        CheckpointError: as for `check_tokenizer`; or configuration and tokenizer have different image tokens.
+        CheckpointError: for the reasons of `check_tokenizer`, or image tokens differ from the configuration's.
     """
     tokenizer = check_tokenizer(content, config, family=family, origin=origin)
     text = getattr(config, "text_config", config)
@@ -154,7 +155,7 @@ def _template(tokenizer: SourceTokenizer, instruct: bool | None, *, images: bool
 
 
 def _generation_config(tokenizer: SourceTokenizer, instruct: bool | None) -> bytes:
-    """Make generation_config.json; a model that is known to be tuned samples as in Meta's examples."""
+    """Make generation_config.json; with `instruct` the model samples as in Meta's examples."""
     roles, ids = tokenizer.roles, tokenizer.special_ids
     eos = ids[roles["eos_token"]]
     if tokenizer.stops and instruct is not False:

@@ -1,7 +1,7 @@
-"""Make the processor's files of a multimodal folder, for the sizes of the model's tower.
+"""Make the processor's files of a multimodal folder.
 
-The processor is transformers' `Llama4Processor`, so the files also load without llamoe. It cuts pictures into tiles of
-the tower's size and writes one `<|patch|>` token for each output of the tower's adapter.
+The processor is transformers' `Llama4Processor`, so the files also load without llamoe. It cuts a picture into tiles of
+the tower's size, and writes a `<|patch|>` token for each output of the tower's adapter.
 """
 
 import json
@@ -12,7 +12,7 @@ from ...configuration.errors import CheckpointError
 from ...configuration.hub import MODULE_NAME, entries_of_others
 from ...configuration.json_files import to_json
 
-# Tokens that Llama4Processor writes for a picture; the names are fixed in its code.
+# Tokens that Llama4Processor writes for a picture.
 IMAGE_TOKENS = (
     "<|image_start|>",
     "<|image_end|>",
@@ -35,11 +35,11 @@ def processor_files(
     """Make the processor's files for a model, by name: processor_config.json and tokenizer_config.json.
 
     Args:
-        config: the tower's sizes and pixel shuffle determine tiles and tokens.
-        tokenizer_files: the folder's tokenizer.json, which is compared with the configuration, and
-            tokenizer_config.json, which gets the processor's name.
-        image_mean, image_std: normalization of pixels between 0 and 1, a number for each channel.
-        resample: resampling filter by PIL's number: 2 is bilinear, 3 bicubic.
+        config: the model's configuration.
+        tokenizer_files: the folder's tokenizer.json, whose image tokens are compared with the configuration, and its
+            tokenizer_config.json, to which the processor's name is added.
+        image_mean, image_std: mean and standard deviation of pixels between 0 and 1, a number for each color channel.
+        resample: PIL's number of the resampling filter: 2 is bilinear, 3 bicubic.
         max_patches: most tiles that a picture is cut into, besides the tile of the whole picture.
 
     Raises:
@@ -72,7 +72,7 @@ def processor_files(
     }
     _check_tokens(config, tokenizer_files)
     settings = json.loads(tokenizer_files.get("tokenizer_config.json", b"{}"))
-    # The processor's prompts spell special tokens in their text, so the tokenizer must read them there.
+    # The processor writes special tokens as text, so the tokenizer must not split them.
     settings.pop("split_special_tokens", None)
     settings |= {"processor_class": "Llama4Processor", "padding_side": "left"}
     return {"processor_config.json": to_json(content), "tokenizer_config.json": to_json(settings)}
@@ -81,8 +81,8 @@ def processor_files(
 def processor_of_layout(companions: Mapping[str, bytes], layout: str) -> dict[str, bytes]:
     """Return a folder's small files with processor_config.json adapted to the layout of config.json.
 
-    The layout "llamoe" adds an `auto_map`, so that `trust_remote_code=True` finds `LlamoeProcessor`. The layout "stock"
-    removes it and names `Llama4Processor`, which reads the same files.
+    For the layout "llamoe" it gets an `auto_map`, so that `trust_remote_code=True` finds `LlamoeProcessor`. For "stock"
+    it names `Llama4Processor`, which reads the same files, and has no `auto_map` of llamoe's.
     """
     if "processor_config.json" not in companions:
         return dict(companions)
@@ -106,8 +106,8 @@ def _check_tokens(config: LlamoeConfig, tokenizer_files: Mapping[str, bytes]) ->
     missing = [token for token in IMAGE_TOKENS if token not in ids]
     if missing:
         raise CheckpointError(
-            f"tokenizer.json: has no {', '.join(missing)}, which the processor writes for a picture. Add them with "
-            "extend_tokenizer."
+            f"tokenizer.json: has no {', '.join(missing)}, which the processor writes for a picture. Take the "
+            "tokenizer of this model's release."
         )
     named = {
         "boi_token_index": "<|image_start|>",

@@ -1,7 +1,7 @@
-"""Convert the tokenizer of LLaMA 1 and 2, a SentencePiece model (Kudo and Richardson, 2018, arXiv:1808.06226).
+"""Convert the tokenizer of LLaMA 1 and 2 and older Mistral models, a SentencePiece model (arXiv:1808.06226).
 
-transformers' converter makes the steps of tokenizer.json. SentencePiece has settings that it does not know, so the ids
-of many texts are compared with SentencePiece's before the result is used.
+transformers' converter makes tokenizer.json. The converter ignores some of SentencePiece's settings, so the ids of many
+texts are compared with SentencePiece's before the result is used.
 """
 
 from collections.abc import Iterable, Mapping
@@ -13,13 +13,13 @@ from transformers.convert_slow_tokenizer import SpmConverter
 from ...configuration.errors import CheckpointError
 from .source_tokenizer import SourceTokenizer, begin_with, refuse
 
-# SentencePiece writes this for a space.
+# SentencePiece's character for a space.
 _SPACE = "\u2581"
 # Piece types of sentencepiece_model.proto.
 _NORMAL, _UNKNOWN, _CONTROL, _BYTE = 1, 2, 3, 6
-# The model type of byte-pair encoding there.
+# The model type of byte-pair encoding in sentencepiece_model.proto.
 _BPE = 2
-# Texts for the comparison with SentencePiece.
+# Texts whose ids are compared with SentencePiece's.
 _PROBES = (
     "", " ", "   ", " leading", "trailing ", "two  spaces", "a b", "\n", "\n\n x", "\t tab", "line\r\nline", "<s>",
     "</s>", "<unk>", "<0x0A>", _SPACE, f"a{_SPACE}b", "Grüße, 世界! 🙂", "e\u0301", "\u00a0", "\u200b", "1234567890",
@@ -31,7 +31,7 @@ def read(content: bytes, origin: str, family: str) -> SourceTokenizer:
     """Read a SentencePiece model.
 
     Raises:
-        CheckpointError: it is damaged, or of a kind that LLaMA does not use.
+        CheckpointError: it is damaged, or is no byte-pair encoding with the tokens unk, bos and eos.
     """
     proto = _parse(content, origin)
     ids = {name: getattr(proto.trainer_spec, f"{name}_id") for name in ("bos", "eos", "unk")}
@@ -39,12 +39,11 @@ def read(content: bytes, origin: str, family: str) -> SourceTokenizer:
         kind = _UNKNOWN if name == "unk" else _CONTROL
         if not 0 <= index < len(proto.pieces) or proto.pieces[index].type != kind:
             raise CheckpointError(
-                f"{origin}: its {name}_id is {index}, and none of its {len(proto.pieces)} pieces is that token; a "
-                "LLaMA tokenizer has all of unk, bos and eos."
+                f"{origin}: its {name}_id is {index}, which is not the id of such a token among its "
+                f"{len(proto.pieces)} pieces; a LLaMA tokenizer has all of unk, bos and eos."
             )
-    # Meta's files have no padding token, and `<unk>` stands in. A model with byte fallback never produces it from text,
-    # so batches can be padded without a new row in the embedding, and a loss that ignores padding does not ignore the
-    # end of text.
+    # Meta's files have no padding token, so `<unk>` is used, which byte fallback never makes from text. With it batches
+    # are padded without a new row in the embedding, and a loss that ignores padding does not ignore the end of text.
     padding = proto.trainer_spec.pad_id
     ids["pad"] = padding if 0 <= padding < len(proto.pieces) else ids["unk"]
     special = {
@@ -73,7 +72,7 @@ def _parse(content: bytes, origin: str) -> Any:
     # protobuf and sentencepiece raise errors of their own.
     except Exception as error:
         refuse(origin, f"a damaged SentencePiece model ({error})")
-    # The pieces come first. A file that is cut short behind them can be read, but lacks the settings.
+    # A file that is cut short behind its pieces can be parsed, but lacks the settings that follow them.
     if not (proto.HasField("trainer_spec") and proto.HasField("normalizer_spec")):
         refuse(
             origin, f"a SentencePiece model of {len(proto.pieces)} pieces without settings, as if cut short"
@@ -97,9 +96,9 @@ def model_of_pieces(pieces: Iterable[tuple[str, float, int]], ids: Mapping[str, 
     """Make a SentencePiece model of byte-pair encoding from its pieces.
 
     Args:
-        pieces: text, score and type of each, in the order of their ids.
-        ids: ids of "bos", "eos", "unk" and "pad", as far as they are known; others stay SentencePiece's defaults.
-        prefix: whether SentencePiece puts a space before a text.
+        pieces: text, score and type of each piece, in the order of their ids.
+        ids: ids of "bos", "eos", "unk" and "pad"; a missing one has SentencePiece's default.
+        prefix: whether the tokenizer puts a space before a text.
     """
     proto = _empty_model()
     for piece, score, kind in pieces:
@@ -116,10 +115,10 @@ def model_of_pieces(pieces: Iterable[tuple[str, float, int]], ids: Mapping[str, 
 
 
 def to_json(proto: Any, origin: str) -> bytes:
-    """Make tokenizer.json; ids equal SentencePiece's for every text, with `<s>` in front.
+    """Make tokenizer.json, which gives SentencePiece's ids with `<s>` in front.
 
     Raises:
-        CheckpointError: SentencePiece gives other ids for one of a list of texts.
+        CheckpointError: SentencePiece gives other ids for one of the compared texts.
     """
     ids = {piece.piece: index for index, piece in enumerate(proto.pieces)}
     tokenizer = SpmConverter.build_tokenizer_from_spm_proto(proto, ids)
@@ -132,7 +131,7 @@ def to_json(proto: Any, origin: str) -> bytes:
 
 
 def _compare(tokenizer: Tokenizer, proto: Any, origin: str) -> None:
-    """Compare with SentencePiece itself on fixed texts and on texts made of the model's own pieces.
+    """Compare a tokenizer with SentencePiece, on `_PROBES` and on texts that are made of the model's pieces.
 
     Raises:
         CheckpointError: the ids of a text differ.
@@ -142,17 +141,17 @@ def _compare(tokenizer: Tokenizer, proto: Any, origin: str) -> None:
     reference = SentencePieceProcessor(model_proto=proto.SerializeToString())
     normal = [piece.piece for piece in proto.pieces if piece.type == _NORMAL]
     stride = max(1, len(normal) // 2000)
-    own = [
+    texts_of_pieces = [
         "".join(normal[start :: stride * 31][:24]).replace(_SPACE, " ")
         for start in range(0, stride * 31, stride)
     ]
     tokenizer.encode_special_tokens = True
-    for text in [*_PROBES, *own]:
+    for text in [*_PROBES, *texts_of_pieces]:
         expected = reference.encode(text)
-        given = tokenizer.encode(text, add_special_tokens=False).ids
-        if given != expected:
+        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        if ids != expected:
             raise CheckpointError(
-                f"{origin}: tokenizer.json and the SentencePiece model give different ids for {text!r}: {given} and "
+                f"{origin}: tokenizer.json and the SentencePiece model give different ids for {text!r}: {ids} and "
                 f"{expected}. This tokenizer cannot be converted without changing what the model reads."
             )
     tokenizer.encode_special_tokens = False

@@ -1,4 +1,4 @@
-"""The class of a parsed tokenizer of Meta's or Mistral AI's, and functions that all kinds of files share."""
+"""A parsed tokenizer of Meta or Mistral AI, and functions for all kinds of their files."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,14 +16,13 @@ class SourceTokenizer:
     Attributes:
         kind: "sentencepiece", "tiktoken" or "tekken".
         family: "llama-1" to "llama-4", or "mistral".
-        content: content of the file.
+        content: the file's content.
         size: number of tokens, special ones included.
         special_ids: special token to id.
-        roles: "bos_token", "eos_token", "pad_token" and, unless it is a tiktoken table, "unk_token" to the token.
+        roles: "bos_token", "eos_token", "pad_token" and, unless it is a tiktoken table, "unk_token", each to its token.
         to_json: function that makes the content of tokenizer.json.
         stops: tokens that end an answer besides the end of text.
-        version: version of Mistral AI's format of conversations. Versions 2 and 3 differ in tools alone, and a
-            SentencePiece model of either counts as 3.
+        version: of Mistral AI's chat format; 3 also for SentencePiece models of version 2, which differs only in tools.
     """
 
     kind: str
@@ -37,7 +36,7 @@ class SourceTokenizer:
     version: int = 0
 
     def settings(self) -> dict[str, Any]:
-        """Return the entries of tokenizer_config.json that all kinds share."""
+        """Return the entries of tokenizer_config.json that do not depend on the model."""
         return {
             "tokenizer_class": "TokenizersBackend",
             "clean_up_tokenization_spaces": False,
@@ -49,12 +48,12 @@ class SourceTokenizer:
 
 
 def refuse(origin: str, problem: str) -> NoReturn:
-    """Raise the error for a damaged file, which should be downloaded again."""
+    """Raise a `CheckpointError` for a damaged file."""
     raise CheckpointError(f"{origin}: {problem}. Take the file from the release again.")
 
 
 def begin_with(bos: str, index: int) -> processors.TemplateProcessing:
-    """Make the step that puts a token in front of each text."""
+    """Make the post-processor that puts a token in front of each text."""
     return processors.TemplateProcessing(
         single=f"{bos} $A", pair=f"{bos} $A {bos}:1 $B:1", special_tokens=[(bos, index)]
     )

@@ -1,9 +1,9 @@
 """Convert the tokenizer of Mistral AI's newer models, tekken.json.
 
 The file holds tokens in base64 with their ranks, the pattern that splits a text into words, and since version 11 the
-special tokens. The model may have only the first of the tokens. Special tokens have the first ids, so a token's id is
-its rank plus the number of special tokens. Chat templates write special tokens as text, so text that spells one becomes
-that token; mistral-common never makes a special token of text.
+special tokens. A model may use only the first of the tokens. Special tokens have the first ids, so another token's id
+is its rank plus the number of special tokens. Text that spells a special token becomes that token, since chat templates
+write special tokens as text; mistral-common never makes a special token from text.
 
 Source: `tekken.py` of mistralai/mistral-common.
 """
@@ -23,10 +23,10 @@ _ROLES = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_to
 
 
 def read(content: bytes, origin: str) -> SourceTokenizer:
-    """Read a tekken.json; ids equal mistral-common's for texts without special tokens, `<s>` in front.
+    """Read a tekken.json as a tokenizer with mistral-common's ids and `<s>` in front of each text.
 
     Raises:
-        CheckpointError: it is damaged, or lacks one of the tokens in `_ROLES`.
+        CheckpointError: the file is damaged, or lacks one of the tokens in `_ROLES`.
     """
     try:
         data = json.loads(content)

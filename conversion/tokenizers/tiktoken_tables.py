@@ -1,8 +1,8 @@
 """Convert the tokenizer of Llama 3 and 4, a tiktoken table of ranks.
 
-A line of the table is a token in base64, a space, and its rank, which is also its id. Special tokens have the ids after
-the last rank. They are not in the file but in Meta's code: 256 for Llama 3, 2048 for Llama 4, for any number of ranks.
-The pattern that splits a text into words is in Meta's code, too.
+A line of the table is a token in base64, a space, and the token's rank, which is also its id. Special tokens have the
+ids after the last rank. They are listed not in the file but in Meta's code: 256 for Llama 3, 2048 for Llama 4. The
+pattern that splits a text into words is also in Meta's code.
 """
 
 import base64
@@ -18,8 +18,7 @@ BYTES = {bytes([byte]) for byte in range(256)}
 _SUFFIX = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _OTHERS = r"\s*[\r\n]+|\s+(?!\S)|\s+"
-# Patterns that split a text into words. Llama 4's is the same as that of OpenAI's o200k. "tekken" is the pattern in
-# Mistral AI's published tekken.json.
+# Patterns that split a text into words. Llama 4's is that of OpenAI's o200k, "tekken" that of Mistral AI's tekken.json.
 WORD_PATTERNS = {
     "llama-3": rf"{_SUFFIX}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_OTHERS}",
     "llama-4": (
@@ -73,7 +72,7 @@ SPECIAL_TOKENS = {
         0,
     ),
 }  # fmt: skip
-# Special tokens by role in transformers, and further tokens that end an answer.
+# Special tokens by their roles in transformers, and in `_STOPS` further tokens that end an answer.
 _BORDERS = {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"}
 _ROLES = {
     "llama-3": {**_BORDERS, "pad_token": "<|finetune_right_pad_id|>"},
@@ -83,7 +82,7 @@ _STOPS = {"llama-3": ("<|eom_id|>", "<|eot_id|>"), "llama-4": ("<|eom|>", "<|eot
 
 
 def of_family(ranks: Mapping[bytes, int], family: str, content: bytes) -> SourceTokenizer:
-    """Make the tokenizer of a table; ids equal tiktoken's for texts without special tokens, bos in front."""
+    """Make the tokenizer of a table of ranks, with tiktoken's ids and bos in front of each text."""
     special = {token: len(ranks) + offset for offset, token in enumerate(SPECIAL_TOKENS[family])}
     roles, size = _ROLES[family], len(ranks) + len(special)
     return SourceTokenizer(
@@ -102,7 +101,7 @@ def read(content: bytes, origin: str) -> dict[bytes, int]:
     """Read the ranks of a table's tokens.
 
     Raises:
-        CheckpointError: a line is damaged, a rank or a token is missing or stands twice, or a single byte has no rank.
+        CheckpointError: a line is damaged, a rank is missing, a rank or a token occurs twice, or a byte has no token.
     """
     lines = [line.split() for line in content.splitlines() if line.strip()]
     try:
@@ -117,14 +116,14 @@ def read(content: bytes, origin: str) -> dict[bytes, int]:
 def build_json(
     ranks: Mapping[bytes, int], pattern: str, special: Mapping[str, int], bos: str, first: int = 0
 ) -> bytes:
-    """Build tokenizer.json of a table of ranks.
+    """Build tokenizer.json from a table of ranks.
 
     Args:
         ranks: token to rank.
-        pattern: regular expression of a word.
-        special: special token to id; these ids are before or behind those of all other tokens.
+        pattern: regular expression that splits a text into words.
+        special: special token to id; all these ids are below, or all above, those of other tokens.
         bos: the special token in front of a text.
-        first: id of the token of rank 0.
+        first: id of the token with rank 0.
     """
     tokenizer = _FromRanks(ranks, pattern, special, first).converted()
     assert all(tokenizer.token_to_id(token) == number for token, number in special.items())
@@ -133,7 +132,7 @@ def build_json(
 
 
 class _FromRanks(TikTokenConverter):
-    """transformers' converter for ranks that are in memory, and whose ids may follow those of the special tokens."""
+    """transformers' converter, for ranks in memory, and for ids that may begin after those of the special tokens."""
 
     def __init__(self, ranks: Mapping[bytes, int], pattern: str, special: Mapping[str, int], first: int):
         super().__init__(ranks, pattern, extra_special_tokens=list(special))
@@ -141,20 +140,20 @@ class _FromRanks(TikTokenConverter):
 
     @staticmethod
     def load_tiktoken_bpe(tiktoken_url: Any) -> dict[bytes, int]:
-        """Return the ranks, which are given in place of a file."""
+        """Return the ranks, which the caller passes in place of a file's path."""
         return tiktoken_url
 
     def extract_vocab_merges_from_model(self, tiktoken_url: Any) -> tuple[dict[str, int], list]:
-        """Return token to id, and merges."""
+        """Return token to id, and the list of merges."""
         vocab, merges = super().extract_vocab_merges_from_model(tiktoken_url)
         if not self.first:
             return vocab, merges
-        # The converter gives new special tokens the last ids, so put those that have the first ids into the vocabulary.
+        # The converter appends special tokens that the vocabulary lacks, so those with the first ids are put into it.
         return {**self.special, **{token: self.first + rank for token, rank in vocab.items()}}, merges
 
 
 def looks_like_table(content: bytes) -> bool:
-    """Return whether a tokenizer.model is a table of ranks: one of its first lines is a word and a number."""
+    """Return True if a tokenizer.model is a table of ranks: text with a word and a number in one of its first lines."""
     is_binary = any(byte < 9 or 13 < byte < 32 for byte in content[:64])
     return not is_binary and any(
         re.fullmatch(rb"[!-~]+ \d+\s*", line) for line in content[:4096].splitlines()[:10]

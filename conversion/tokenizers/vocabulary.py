@@ -1,4 +1,4 @@
-"""Compare a folder's tokenizer.json with the embedding, add special tokens to it, and find its tokenizer.model."""
+"""Add special tokens to a folder's tokenizer.json, and check a folder's tokenizer.model."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -13,12 +13,12 @@ from . import chat_templates
 from .folder_files import check_tokenizer
 from .processors import IMAGE_TOKENS
 
-# Tokens that an assembled model needs: those of pictures, and those around messages in the chat template `llama_4`.
+# Tokens that an assembled model needs for pictures, and around messages in the chat template `llama_4`.
 MULTIMODAL_TOKENS = ("<|header_start|>", "<|header_end|>", "<|eom|>", "<|eot|>", *IMAGE_TOKENS)
 _PAD = "<|finetune_right_pad|>"
 # Tokens that end an answer in the chat template of Llama 4.
 _ENDS = ("<|eot|>", "<|eom|>")
-# Files of the decoder's folder that the assembled model has no use for, or writes anew.
+# Files of the decoder's folder that an assembled model does not use, or that are written anew for it.
 _REPLACED = (
     "preprocessor_config.json",
     "processor_config.json",
@@ -30,12 +30,12 @@ _REPLACED = (
 def extend_tokenizer(
     companions: Mapping[str, bytes], special_tokens: Sequence[str]
 ) -> tuple[dict[str, bytes], dict[str, int]]:
-    """Add special tokens to a folder's tokenizer; every text without them keeps its ids.
+    """Add special tokens to a folder's tokenizer; a text without them keeps its ids.
 
-    `companions` are the folder's small files by name: tokenizer.json, or a tokenizer.model to make it from.
+    `companions` are the folder's small files by name, among them tokenizer.json, or a tokenizer.model to make it from.
 
     Returns:
-        all files, with those of the tokenizer changed, and the ids of `special_tokens`. New ids follow all old ones.
+        all files, those of the tokenizer changed; and the ids of `special_tokens`. New ids follow all old ones.
 
     Raises:
         CheckpointError: there is no tokenizer, or it is damaged.
@@ -43,7 +43,7 @@ def extend_tokenizer(
     files = dict(companions)
     if "tokenizer.json" not in files:
         if "tokenizer.model" not in files:
-            raise CheckpointError("tokenizer.json: there is none, nor a tokenizer.model to make it of.")
+            raise CheckpointError("tokenizer.json: there is none, nor a tokenizer.model to make it from.")
         meta = check_tokenizer(files["tokenizer.model"])
         files["tokenizer.json"], settings = meta.to_json(), meta.settings()
     else:
@@ -68,7 +68,7 @@ def extend_tokenizer(
         for entry in added:
             if entry["content"] in ids:
                 decoder[str(entry["id"])] = {key: value for key, value in entry.items() if key != "id"}
-    # Prompts with pictures spell special tokens in their text.
+    # Prompts with pictures contain special tokens as text, so the tokenizer must not split them.
     settings.pop("split_special_tokens", None)
     files["tokenizer.json"] = to_json(content)
     files["tokenizer_config.json"] = to_json(settings)
@@ -85,7 +85,7 @@ def token_ids(companions: Mapping[str, bytes]) -> dict[str, int]:
 
 
 def read_part(companions: Mapping[str, bytes], name: str) -> dict[str, Any]:
-    """Read one of the small JSON files beside the weights; empty if there is no such file."""
+    """Read a small JSON file beside the weights; empty if there is no such file."""
     if name not in companions:
         return {}
     with reading(name, ValueError):
@@ -93,19 +93,19 @@ def read_part(companions: Mapping[str, bytes], name: str) -> dict[str, Any]:
 
 
 def meta_tokenizer_file(companions: Mapping[str, bytes], config: Any) -> dict[str, bytes]:
-    """Return a Hugging Face folder's tokenizer.model unchanged, by its name; empty for a folder without tokenizer.
+    """Return the tokenizer.model among a Hugging Face folder's small files, by its name; empty without a tokenizer.
 
     Raises:
-        CheckpointError: the folder has a tokenizer.json alone, or the tokenizer.model has not as many tokens as the
-            embedding has rows.
+        CheckpointError: the folder has only a tokenizer.json, or the tokenizer.model has another number of tokens than
+            the embedding has rows.
     """
     original = companions.get("tokenizer.model")
     if original is None:
         if "tokenizer.json" not in companions:
             return {}
         raise CheckpointError(
-            "tokenizer.json: no tokenizer.model is made of it. Add the original tokenizer.model of the model's release "
-            "to the source's folder."
+            "tokenizer.json: it cannot be converted to a tokenizer.model. Add that of the model's release to the "
+            "source's folder."
         )
     check_tokenizer(original, config)
     return {"tokenizer.model": original}
@@ -113,15 +113,15 @@ def meta_tokenizer_file(companions: Mapping[str, bytes], config: Any) -> dict[st
 
 @dataclass
 class Vocabulary:
-    """The decoder's vocabulary, extended by the tokens that pictures and messages need.
+    """The decoder's vocabulary, extended by the tokens for pictures and messages.
 
     Attributes:
         files: the decoder's small files by name, with the extended tokenizer.
-        ids: those tokens and their ids.
+        ids: the tokens for pictures and messages, and their ids.
         known: number of tokens before.
         rows: number of rows that the embedding needs now.
         pad_token_id: id of the padding token.
-        notes: what a user should know of the changes.
+        notes: sentences for the user about the changes.
     """
 
     files: dict[str, bytes]
@@ -133,7 +133,7 @@ class Vocabulary:
 
 
 def extend_vocabulary(companions: Mapping[str, bytes], config: Any) -> Vocabulary:
-    """Add the tokens that pictures and messages need, behind all tokens and all rows of the embedding."""
+    """Add the tokens for pictures and messages; new ids are above all old ids and all rows of the embedding."""
     files, _ = extend_tokenizer(companions, ())
     present, before = token_ids(files), config.vocab_size
     known = max(present.values(), default=-1) + 1
@@ -147,9 +147,9 @@ def extend_vocabulary(companions: Mapping[str, bytes], config: Any) -> Vocabular
         notes.append(f"{before - known} unused tokens fill the vocabulary's rows {known} to {before - 1}")
     if known > before:
         notes.append(
-            f"the tokenizer has {known - before} tokens more than the decoder had rows; those are new, too"
+            f"the tokenizer has {known - before} tokens more than the decoder had rows; their rows are new, too"
         )
-    # A padding token that the tokenizer has stays as it is.
+    # A padding token that the tokenizer already has is not changed.
     named = [token for token in wanted if token != pad or pad in missing]
     files, ids = extend_tokenizer(files, [*unused, *named])
     if missing:

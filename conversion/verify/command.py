@@ -1,8 +1,8 @@
 """Compare two checkpoints by tensors, configurations and outputs for random tokens.
 
 Both are opened under Hugging Face's keys, whatever their format, and run by llamoe's model classes in float32. So the
-comparison shows differences between the files. It cannot show an error of llamoe's that affects both sides alike; the
-tests compare readers and models with other implementations.
+comparison shows differences between the files. It does not show an error of llamoe's that affects both sides alike; for
+these, the tests compare readers and models with other implementations.
 """
 
 from __future__ import annotations
@@ -25,12 +25,11 @@ from .compare_stored import compare_configs, compare_tensors, shared_parts
 from .run_streamed import Weights, random_inputs, run
 
 TOLERANCE = 1e-4
-"""Largest difference of two outputs that counts as the same, in standard deviations of the output.
+"""Largest difference between two outputs that agree, in standard deviations of the output.
 
-Formats with the same weights differ only by float32's order of summation, about 1e-6; bfloat16 files are computed in
-float32, too.
+The same weights with sums in another order give outputs that differ by about 1e-6, since all models run in float32.
 """
-# Most differing tensors in the printed report.
+# Largest number of differing tensors in the printed report.
 _SHOWN = 8
 
 
@@ -39,20 +38,20 @@ class Verification:
     """The result of a comparison.
 
     Attributes:
-        a, b: both paths.
-        kinds: source formats of both.
-        compared: number of tensors compared.
-        differences: key of each tensor that differs to how it does, in the order of a's model.
-        is_rounded: whether all are equal once the wider of both dtypes is rounded to the narrower.
-        structure: configuration fields that differ, but with other weights may give the same function (experts, heads,
+        a, b: paths of the checkpoints.
+        kinds: `Checkpoint.kind` of both.
+        compared: number of tensors that were compared.
+        differences: key of each tensor that differs to a description, in the order of a's model.
+        is_rounded: whether all tensors are equal after rounding the wider of two dtypes to the narrower.
+        structure: configuration fields that differ, but may give the same outputs with other weights (experts, heads,
             pairing of rotated channels, the routing rule), to both values. The outputs decide.
         function: configuration fields that differ and change what the same weights compute, even if few tokens show
             it, to both values.
-        outputs: name of each output that was computed to its largest difference in standard deviations: nan where one
-            is not finite, infinite where only one model has it or the shapes differ. Empty if none was computed.
-        tokens: number of random tokens that outputs were computed for.
-        notes: what else a user should know about what was compared.
-        seconds: duration.
+        outputs: name of each computed output to the largest difference in standard deviations: nan if an output is not
+            finite, infinite if only one model has it or the shapes differ. Empty if none was computed.
+        tokens: number of random tokens for which outputs were computed.
+        notes: sentences for the user about what was compared.
+        seconds: duration of the comparison.
     """
 
     a: str
@@ -70,15 +69,15 @@ class Verification:
 
     @property
     def same_weights(self) -> bool:
-        """Return True if keys, shapes and elements are equal; dtypes may differ."""
+        """True if keys, shapes and elements are equal; dtypes may differ."""
         return not self.differences
 
     @property
     def verdict(self) -> str:
-        """Return the verdict, one of four words.
+        """The verdict, one of four words.
 
-        "equal": every number is equal. "rounded": numbers differ by rounding alone. "agree": weights differ, or are
-        used in another way, and the outputs agree on `tokens` tokens. "different": none of these.
+        "equal": every number is equal. "rounded": numbers differ only by rounding. "agree": weights or structure
+        differ, but the outputs agree on `tokens` tokens. "different": none of these.
         """
         if self.function:
             return "different"
@@ -90,17 +89,17 @@ class Verification:
 
     @property
     def same_function(self) -> bool:
-        """Return True unless the verdict is "different"."""
+        """True unless the verdict is "different"."""
         return self.verdict != "different"
 
     @property
     def first_difference(self) -> str | None:
-        """Return the key of the first tensor that differs, has another shape, or is in one model only."""
+        """The key of the first tensor that differs, has another shape, or is only in one model."""
         return next(iter(self.differences), None)
 
     @property
     def reasons(self) -> list[str]:
-        """Return sentences that explain the verdict."""
+        """Sentences that explain the verdict."""
         weights = "are equal" if self.same_weights else "differ"
         words = {
             "equal": f"every number of {self.compared:,} tensors is equal",
@@ -118,7 +117,7 @@ class Verification:
         return reasons + self.notes
 
     def as_dict(self) -> dict[str, Any]:
-        """Return all fields and the verdict for JSON; nan and infinity, which JSON lacks, become text."""
+        """Return all fields and properties for JSON; nan and infinity, which JSON lacks, become text."""
         names = ("verdict", "same_function", "same_weights", "first_difference", "reasons")
         outputs = {
             name: apart if math.isfinite(apart) else str(apart) for name, apart in self.outputs.items()
@@ -126,7 +125,7 @@ class Verification:
         return asdict(self) | {name: getattr(self, name) for name in names} | {"outputs": outputs}
 
     def sections(self) -> list[tuple[str, list[tuple[str, str]]]]:
-        """List titles with rows of a label and a text, for printing."""
+        """Return the result for printing: titles, each with rows of a label and a text."""
         tensors = [("compared", f"{self.compared:,}"), ("differ", f"{len(self.differences):,}")]
         fields = {**self.function, **self.structure}
         sections = [
@@ -150,36 +149,34 @@ def verify(
 ) -> Verification:
     """Compare two checkpoints of any formats: keys, shapes, weights, configurations and, if these differ, outputs.
 
-    Weights are compared block by block, with two blocks in memory at a time. If they are not equal within rounding, or
-    the configurations differ in a field of `Verification.structure`, both models run one after the other on the same
-    random tokens (and pictures), in float32, with one matrix in memory at a time. Outputs that agree prove nothing for
-    other tokens, nor for experts to which no token was sent.
+    Weights are compared block by block, with two blocks in memory at a time. If weights differ by more than rounding,
+    or a field of `Verification.structure` differs, both models run one after the other on the same random tokens (and
+    pictures), in float32, with one matrix in memory at a time. Outputs that agree prove nothing for other tokens, nor
+    for experts to which no token was sent.
 
-    Of a multimodal model that is compared with a decoder, the decoder is taken. If it is compared with a tower, its
-    tower is taken, without an adapter or projection that only one of both has. Models with vocabularies of different
-    sizes are compared on the tokens that both have.
+    If a multimodal model is compared with a decoder, its decoder is taken. If it is compared with a tower, its tower is
+    taken; both towers are compared without adapter and projection unless these are equal. Models whose vocabularies
+    have different sizes are compared on the tokens that both have.
 
     Args:
         a: a folder or file that `open_checkpoint` reads, or its result.
-        b: another.
-        tokens: number of random tokens in a row; at most what both models accept.
+        b: another one.
+        tokens: number of random tokens in a row; no more than both models accept are drawn.
         rows: number of rows.
         seed: random seed of tokens and pictures.
-        logits: compute outputs; otherwise only weights and configurations are compared.
+        logits: compute outputs if weights or structure differ; False compares only weights and configurations.
         progress: an object with `start(total_bytes)` and `advance(nbytes, file)`, for the comparison of weights.
 
     Raises:
         CheckpointError: a path is not a checkpoint, or a file is damaged.
-        ValueError: a count below 1, a negative seed, or one checkpoint reads texts only and the other
-            pictures only.
+        ValueError: a count is below 1, the seed is negative, or a decoder is compared with a tower.
     """
     begin = time.perf_counter()
     count_of("tokens", tokens)
     count_of("rows", rows)
     count_of("seed", seed, 0)
     opened = [
-        given if isinstance(given, Checkpoint) else open_checkpoint(given, companions=False)
-        for given in (a, b)
+        path if isinstance(path, Checkpoint) else open_checkpoint(path, companions=False) for path in (a, b)
     ]
     parts, notes = shared_parts(*opened)
     configs = parts[0].config, parts[1].config
@@ -202,7 +199,8 @@ def verify(
         result.tokens = tokens * rows
         inputs = random_inputs(configs, tokens, rows, seed)
         outputs = [
-            run(Weights(part.config, part.tensors), given) for part, given in zip(parts, inputs, strict=True)
+            run(Weights(part.config, part.tensors), arguments)
+            for part, arguments in zip(parts, inputs, strict=True)
         ]
         _compare_outputs(result, *outputs)
     result.seconds = time.perf_counter() - begin
@@ -210,7 +208,7 @@ def verify(
 
 
 def _compare_tensors(result: Verification, parts: list[Checkpoint], progress: Progress | None) -> None:
-    # A tied head counts as a copy of the embedding.
+    # A tied head is compared as a copy of the embedding.
     a, b = (
         part.tensors | {head: part.tensors[key] for head, key in tied_head(part.config).items()}
         for part in parts
@@ -250,6 +248,6 @@ def _compare_outputs(
 
 
 def _longest(config: LlamoeBaseConfig) -> int:
-    """Return the largest number of tokens in a row, without those of its picture."""
+    """Return the largest number of tokens in a row, besides the tokens of its picture."""
     picture = config.vision_config.tokens_per_tile if isinstance(config, LlamoeConfig) else 0
     return max(config.get_text_config().max_position_embeddings - picture, 1)

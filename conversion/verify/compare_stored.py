@@ -1,9 +1,9 @@
 """Compare the tensors and configuration fields of two checkpoints.
 
-Fields that differ are of two kinds. Fields of the structure (experts, heads, the pairing of rotated channels) may give
-the same function with other weights, so that only outputs show whether it is the same. Fields of the function change
-what the same weights compute, although a few random tokens may not show it: a chunk of attention is full only after
-thousands of tokens.
+Fields that differ are of two kinds. With other fields of the structure (experts, heads, the pairing of rotated
+channels), other weights may compute the same, so outputs have to be compared. Fields of the function change what the
+same weights compute, although a few random tokens may not show it: a chunk of attention is full only after thousands of
+tokens.
 """
 
 import copy
@@ -28,8 +28,8 @@ from ..io import LazyTensor, blocks
 
 # Elements per block of a comparison.
 _PIECE = 1 << 24
-# Fields that are also compared with a model of another family, which may lack them. A router's fields are compared only
-# if both models have them.
+# Fields that count as different if only one of two models has them, as in models of different families. Fields of a
+# router are compared only if both models have them.
 _SIZES = {
     "model_type",
     *(
@@ -51,11 +51,11 @@ _BEHIND = (
 def shared_parts(first: Checkpoint, second: Checkpoint) -> tuple[list[Checkpoint], list[str]]:
     """Return the parts of both models that can be compared, and notes on what was left out.
 
-    For a multimodal model and a decoder, that is the decoder. For a multimodal model and a tower it is the tower,
-    without adapter and projection unless both have the same.
+    From a multimodal model, the decoder is compared with a decoder, and the tower with a tower. Then both towers are
+    taken without adapter and projection unless these are equal.
 
     Raises:
-        ValueError: one reads texts only and the other pictures only.
+        ValueError: one checkpoint is a decoder and the other a tower.
     """
     parts, notes = [first, second], []
     for index, (mine, other) in enumerate(((first, second), (second, first))):
@@ -65,18 +65,16 @@ def shared_parts(first: Checkpoint, second: Checkpoint) -> tuple[list[Checkpoint
             notes.append(f"{mine.path} is multimodal and {other.path} is not: its {name} is compared")
     are_towers = [isinstance(part.config, LlamoeVisionConfig) for part in parts]
     if are_towers[0] != are_towers[1]:
-        raise ValueError(
-            f"{first.path} and {second.path}: a vision tower and a decoder have nothing to compare"
-        )
+        raise ValueError(f"{first.path} and {second.path}: a vision tower cannot be compared with a decoder.")
     configs: list[Any] = [part.config for part in parts]
     if notes and are_towers[0] and any(len({getattr(c, name) for c in configs}) > 1 for name in _BEHIND):
         parts = list(map(_encoder, parts))
-        notes.append("the towers differ in adapter or projection, and are compared without")
+        notes.append("the towers differ in adapter or projection, and are compared without these")
     return parts, notes
 
 
 def _encoder(tower: Checkpoint) -> Checkpoint:
-    """Return a tower without adapter and projection, whose output is that of the encoder, with the class token."""
+    """Return a tower without adapter and projection, which puts out the encoder's states, with the class token."""
     config: Any = copy.deepcopy(tower.config)
     config.use_adapter, config.projection_dim = False, None
     config.vision_feature_select_strategy = "full"
@@ -90,8 +88,8 @@ def compare_tensors(a: LazyTensor, b: LazyTensor) -> tuple[float, bool]:
     """Compare two tensors of one shape, block by block.
 
     Returns:
-        the largest absolute difference, nan where only one of two elements is nan; and whether both are equal once the
-        wider one is rounded to the narrower's dtype.
+        the largest absolute difference, or nan if only one of two elements is nan; and whether the tensors are equal
+        after rounding the wider one to the narrower dtype.
     """
     largest, is_rounded = 0.0, True
     narrow = max(a.dtype, b.dtype, key=lambda dtype: torch.finfo(dtype).eps)
@@ -103,7 +101,7 @@ def compare_tensors(a: LazyTensor, b: LazyTensor) -> tuple[float, bool]:
         pieces = zip(x.flatten().split(_PIECE), y.flatten().split(_PIECE), strict=True)
         for mine, its in ((mine.to(wide), its.to(wide)) for mine, its in pieces):
             difference = (mine - its).abs()
-            # The same infinity in both, or nan in both.
+            # Also no difference: the same infinity in both, or nan in both.
             difference[(mine == its) | (mine.isnan() & its.isnan())] = 0
             worst = difference.max().item() if len(difference) else 0.0
             # Rounding does not explain an infinity on one side.
@@ -117,13 +115,13 @@ def compare_tensors(a: LazyTensor, b: LazyTensor) -> tuple[float, bool]:
 def compare_configs(
     a: LlamoeBaseConfig, b: LlamoeBaseConfig
 ) -> tuple[dict[str, tuple[Any, Any]], dict[str, tuple[Any, Any]]]:
-    """List differing fields of two configurations that may change the models' outputs.
+    """List the fields of two configurations that differ and may change the models' outputs.
 
     Lengths, scalings and lists of layers are compared by their effect: a chunk that is never full, or a rotary scaling
-    by one, is no difference.
+    by 1, is no difference.
 
     Returns:
-        fields of the structure, and fields of the function (see the module), each with both values.
+        fields of the structure, and fields of the function (see the module's docstring), each with both values.
     """
     structure, function = {}, {}
     if isinstance(a, LlamoeConfig) and isinstance(b, LlamoeConfig):
@@ -147,7 +145,7 @@ def compare_configs(
 
 
 def _structure(config: LlamoeBaseConfig) -> dict[str, Any]:
-    """Return the fields of the structure; None for those without effect in this model."""
+    """Return the fields of the structure with their values; None for a field without effect in this model."""
     unused = fields_without_effect(config)
     names = {name for name, meaning in config.meanings.items() if meaning.effect == "structure"}
     if not isinstance(config, LlamoeVisionConfig):
@@ -158,7 +156,7 @@ def _structure(config: LlamoeBaseConfig) -> dict[str, Any]:
 
 
 def _function(config: LlamoeBaseConfig) -> dict[str, tuple[Any, Any]]:
-    """Return each field of the function: its value for printing, and a value that is equal for equal effects."""
+    """Return each field of the function with a value for printing, and one that is equal if the effect is equal."""
     if isinstance(config, LlamoeVisionConfig):
         return _function_of_tower(config)
     plans = [config.layer_plan(layer_idx) for layer_idx in range(config.num_hidden_layers)]
@@ -181,7 +179,7 @@ def _function(config: LlamoeBaseConfig) -> dict[str, tuple[Any, Any]]:
         name: (getattr(config, name),) * 2 for name in ("hidden_act", "rms_norm_eps")
     }
     for name, values in by_layer.items():
-        # Print one value if all layers have the same.
+        # If all layers have the same value, print it once.
         facts[name] = (values[0] if all(value == values[0] for value in values) else values, values)
     if any(by_layer["layers that rotate"]):
         facts["rope_parameters"] = (config.rope_parameters, _rotary(config))
@@ -201,11 +199,11 @@ def _function_of_tower(config: LlamoeVisionConfig) -> dict[str, tuple[Any, Any]]
 
 
 def _rotary(config: LlamoeBaseConfig) -> tuple:
-    """Return the rotation as numbers, so that two spellings of the same rotation are equal."""
+    """Return the rotary frequencies and their scaling, which are equal for two spellings of the same rotation."""
     with torch.device("cpu"):
         rotary = RotaryEmbedding(config)
     by_length = None
-    # Both types depend on the length of the sequence.
+    # These types also depend on the sequence's length.
     if rotary.rope_type in ("dynamic", "longrope"):
         by_length = (sorted(config.rope_parameters.items(), key=str), config.max_position_embeddings)
     return rotary.inv_freq.tolist(), rotary.attention_scaling, by_length

@@ -1,8 +1,8 @@
 """Run a checkpoint's model from its lazy tensors, one matrix at a time.
 
 The model is built on the meta device, without weights. Hooks read a module's weights just before it computes, and free
-them right after. Of stacked experts, only those that a token was sent to are read, one by one. So the forward pass is
-the model's own, and a model of any size runs in a little more memory than its largest matrix in float32.
+them right after. Of stacked experts, only those to which a token was sent are read, one by one. So the forward is the
+model's own, and a model of any size needs little more memory than its largest matrix in float32.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..io import LazyTensor
 
 
 class Weights:
-    """A reader of a model's parameters in float32.
+    """Reads a model's parameters in float32.
 
     Attributes:
         config: the model's configuration.
@@ -31,7 +31,7 @@ class Weights:
     """
 
     def __init__(self, config: LlamoeBaseConfig, tensors: Mapping[str, LazyTensor]):
-        # As in `from_pretrained`, a tied head that is stored nevertheless is used as it is stored.
+        # A tied head is the embedding, unless it is stored nevertheless: then `from_pretrained` uses what is stored.
         aliases = {head: tensors[key] for head, key in tied_head(config).items() if key in tensors}
         self.config, self.tensors = config, {**aliases, **tensors}
 
@@ -41,9 +41,9 @@ class Weights:
 
 
 class ExpertsOnDemand(nn.Module):
-    """A module in place of `Experts` that reads one expert at a time, and only those that a token was sent to.
+    """Replaces `Experts`: reads one expert at a time, and only those to which a token was sent.
 
-    It computes by `Experts.loop_over_experts`, with one expert.
+    Each expert computes in an `Experts` of one expert.
     """
 
     def __init__(self, experts: Experts, name: str, weights: Weights):
@@ -57,7 +57,7 @@ class ExpertsOnDemand(nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """Send each of N rows `[N, H]` to its k experts `[N, k]`, as `Experts.forward` does."""
+        """Compute the experts' weighted outputs `[N, H]` of N rows `[N, H]`, each with k experts, indices `[N, k]`."""
         result = torch.zeros_like(hidden_states)
         empty = dict(self.one._parameters)
         for expert in top_k_index.unique().tolist():
@@ -82,11 +82,11 @@ def run(weights: Weights, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Te
 
     Args:
         weights: the model's configuration and parameters.
-        inputs: arguments of its `forward`.
+        inputs: arguments of the model's `forward`.
 
     Returns:
-        float32: `logits` `[B, T, vocab_size]` for B rows of T tokens; for a tower `last_hidden_state` and,
-        if it has one, `pooler_output`.
+        name to output in float32: `logits` `[B, T, vocab_size]` for B rows of T tokens; for a tower
+        `last_hidden_state` and, if it has one, `pooler_output`.
     """
     is_tower = isinstance(weights.config, LlamoeVisionConfig)
     model = empty_model(weights.config).float().eval()
@@ -99,7 +99,7 @@ def run(weights: Weights, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Te
 
 
 def _stream(model: nn.Module, weights: Weights) -> None:
-    """Add hooks to a model without weights, which read the weights of each module and free them."""
+    """Add hooks to a model without weights: they read each module's weights before it computes, and free them after."""
     for name, module in list(model.named_modules()):
         if isinstance(module, Experts):
             model.set_submodule(name, ExpertsOnDemand(module, name, weights))
@@ -133,14 +133,15 @@ def random_inputs(
     """Draw the same inputs for two towers, two multimodal models or two decoders.
 
     Args:
-        configs: both configurations.
+        configs: the configurations of both models.
         tokens: number of tokens in a row, besides those of its picture.
         rows: number of rows in the batch.
         seed: random seed.
 
     Returns:
-        keyword arguments for each. Token ids are in both vocabularies, and none is an image token. In multimodal models
-        every row has a picture of one tile after its first token, if both have a token for it.
+        keyword arguments of `forward` for each model. Token ids are in both vocabularies, and none is an image token.
+        In multimodal models every row has a picture of one tile after its first token, if both models have a token for
+        pictures.
     """
     generator = torch.Generator().manual_seed(seed)
     inputs: list[dict[str, Any]] = [{}, {}]
@@ -155,11 +156,11 @@ def random_inputs(
     common = min(config.get_text_config().vocab_size for config in configs)
     allowed = torch.tensor([token for token in range(common) if token not in image_tokens])
     ids = allowed[torch.randint(len(allowed), (rows, tokens), generator=generator)]
-    for given, config in zip(inputs, configs, strict=True):
-        given["input_ids"] = ids
+    for arguments, config in zip(inputs, configs, strict=True):
+        arguments["input_ids"] = ids
         if with_pictures and isinstance(config, LlamoeConfig):
             picture = torch.full(
                 (rows, config.vision_config.tokens_per_tile), config.image_token_index, dtype=torch.long
             )
-            given["input_ids"] = torch.cat([ids[:, :1], picture, ids[:, 1:]], dim=1)
+            arguments["input_ids"] = torch.cat([ids[:, :1], picture, ids[:, 1:]], dim=1)
     return inputs

@@ -139,7 +139,7 @@ def test_a_plan_of_weights_that_others_packed_is_that_of_the_library(kind, tmp_p
 
 
 def test_a_plan_of_a_preset_says_where_its_experts_are():
-    machine = dict(gpus=1, gpu_memory="14.5GB", ram="64GB", quantization="int4:64", context=1024)
+    machine = dict(gpus=1, gpu_memory="16GB", ram="64GB", quantization="int4:64", context=1024)
     found = inspect("llama-4-scout", plan=True, **machine)
     rows = dict(found.sections())["plan"]
     assert any("routed experts are in RAM" in text for _, text in rows)
@@ -148,7 +148,7 @@ def test_a_plan_of_a_preset_says_where_its_experts_are():
 
 def test_a_machine_without_a_plan_is_refused(saved, tmp_path):
     folder, _ = saved("dense")
-    with pytest.raises(ValueError, match=r"gpus, ram: only a plan uses these: give plan"):
+    with pytest.raises(ValueError, match=r"gpus, ram: have an effect only with plan"):
         inspect(folder, gpus=1, ram="3GB")
     with pytest.raises(TypeError, match="unexpected keyword argument .gpu."):
         inspect(folder, plan=True, gpu=1)

@@ -238,5 +238,5 @@ def test_what_makes_no_mixture_is_refused(dense, tmp_path, kind, options, named)
 
 def test_a_mixture_is_refused(tmp_path):
     Llama4ForCausalLM(stock_text_config()).save_pretrained(tmp_path / "mixture")
-    with pytest.raises(ValueError, match=r"is Llama 4 text \(mixture of experts\); give a dense LLaMA"):
+    with pytest.raises(ValueError, match=r"is no dense LLaMA but Llama 4 text"):
         upcycle(tmp_path / "mixture", tmp_path / "moe", experts=2)

@@ -217,7 +217,7 @@ def test_one_description_is_needed_and_no_second_one(tmp_path):
     with pytest.raises(ValueError, match="open_clip_config.json describes the tower"):
         open_tower(source, model="ViT-L-14-quickgelu")
     CLIPVisionModel(CLIPVisionConfig(**clip_fields())).save_pretrained(tmp_path / "clip")
-    with pytest.raises(ValueError, match="model = 'ViT-B-32'.*not an open_clip checkpoint"):
+    with pytest.raises(ValueError, match="model = 'ViT-B-32'.*only a file of open_clip"):
         open_tower(tmp_path / "clip", model="ViT-B-32")
 
 

@@ -116,7 +116,7 @@ SCOUTS = META_SCOUT.params["moe_args"]
 PARAMS = [
     (LLAMA, say(n_layers=5), ["model.layers.3.", "missing"]),
     (LLAMA, say(dim=54), ["dim = 54", "60 in all", "tok_embeddings.weight"]),
-    (LLAMA, say(n_heads=10), ["rope.freqs", "n_heads = 10", "5 frequencies"]),
+    (LLAMA, say(n_heads=10), ["rope.freqs", "n_heads = 10", "heads of 10 channels, but"]),
     (LLAMA, say(n_kv_heads=6), ["layers.0.attention.wk.weight", "20", "60"]),
     (LLAMA, say(n_kv_heads=3), ["n_kv_heads = 3 cannot be divided by the 2 files"]),
     (LLAMA, say(vocab_size=100), ["vocab_size = 100", "310"]),
@@ -141,12 +141,12 @@ PARAMS = [
     (MISTRAL, say(causal=False), ["causal = False", "True"]),
     (MISTRAL, say(qk_norm=True), ["qk_norm = True"]),
     # Off may mean something, too.
-    (MISTRAL, say(use_rope=False), ["use_rope = False", "remove it"]),
+    (MISTRAL, say(use_rope=False), ["use_rope = False", "changes nothing, remove"]),
     (MISTRAL, say(hidden_dim=None), ["hidden_dim is missing"]),
     (MISTRAL, say(dim=25), ["dim = 25"]),
     (MISTRAL, say(n_heads="6"), ["n_heads = '6'", "number above 0"]),
     (MISTRAL, say(rope_theta="1e6"), ["rope_theta = '1e6'"]),
-    (MISTRAL, say(hidden_size=24), ["hidden_size = 24", "one of hidden_size and dim"]),
+    (MISTRAL, say(hidden_size=24), ["hidden_size = 24", "only one of hidden_size and dim"]),
     (MISTRAL, say(sliding_window=[4, None, 4]), ["sliding_window = [4, None, 4]", "2 layers"]),
 ]  # fmt: skip
 

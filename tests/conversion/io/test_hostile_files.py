@@ -155,7 +155,7 @@ DAMAGE = {
     "a lost shard": ("shards", remove("model-00002*"), "model-00002"),
     "a shard cut short": ("shards", cut("model-00002*"), "model-00002"),
     "an index that leaves the folder": ("shards", index(lambda names: names.update(OUTSIDE)), "outside"),
-    "a tensor in two shards": ("shards", second_copy, "there is a second one"),
+    "a tensor in two shards": ("shards", second_copy, "is also in another file"),
     "one file beside shards": ("shards", write("model.safetensors", safetensors({})), "both"),
     "code in a pickle": ("bin", lambda folder: code(folder / "pytorch_model.bin"), "pytorch_model.bin"),
     "a list in a pickle": ("bin", saved([torch.ones(3)]), "not a dictionary"),

@@ -63,7 +63,7 @@ def test_what_is_dropped_need_not_be_in_every_file():
 
 def test_tensors_that_are_there_twice_or_in_part_or_do_not_divide_are_named():
     one = torch.ones(1)
-    with pytest.raises(CheckpointError, match="x is there under two names, one of them b"):
+    with pytest.raises(CheckpointError, match="x is stored under two names, one of them b"):
         read_through([Row("a", "x"), Row("b", "x")], [lazy({"a": one, "b": one})], None)
     pairs = [Row(("{i}.a", "{i}.b"), ("x.{i}", "y.{i}"))]
     with pytest.raises(CheckpointError, match=r"1\.b missing, beside 1\.a"):

@@ -141,9 +141,6 @@ def test_a_folder_of_meta_is_the_same_as_that_of_hugging_face(family, tmp_path):
         assert result.same_weights and result.verdict == "different" and result.outputs
 
 
-LAYER = "model.layers.1"
-
-
 def swap(first, second):
     return lambda tensors: tensors.update({first: tensors[second], second: tensors[first]})
 
@@ -310,7 +307,7 @@ def test_a_multimodal_model_is_compared_with_its_decoder_and_its_tower(saved, tm
         assert result.same_weights and result.same_function, result.reasons
         assert verify(tmp_path / part, saved("multimodal")).same_function
         assert any("is multimodal" in reason for reason in result.reasons)
-    with pytest.raises(ValueError, match="tower and a decoder have nothing to compare"):
+    with pytest.raises(ValueError, match="tower cannot be compared with a decoder"):
         verify(tmp_path / "text", tmp_path / "tower")
 
 
