@@ -167,7 +167,7 @@ def test_base_models_embedding_reads_their_states(tmp_path):
 
 
 def test_llama_cpp_makes_other_features_of_pictures(tmp_path):
-    """Only the decoder is compared. If llama.cpp repairs its tower, the pages must change."""
+    """llama.cpp's features of pictures are wrong; if they become right, docs/serving.md must change."""
     folder = tmp_path / "model"
     llamoe.conversion.convert(EXAMPLES / "llamoe-tiny", folder, layout="stock")
     file, _ = convert(folder)
