@@ -154,6 +154,13 @@ class Bnb(Format):
         Raises:
             CheckpointError: the tensors are of another format, or of a matrix of other sizes.
         """
+        needed = (
+            self.kinds[:2]
+            if self.quant_type == "int8"
+            else (*self.kinds[: 2 + self.is_nested], self.kinds[-1])
+        )
+        if missing := [kind for kind in needed if kind not in tensors]:
+            raise CheckpointError(f"{', '.join(missing)} missing. {_REMEDY}")
         if self.quant_type == "int8":
             if (layout := tensors.get("weight_format")) is not None and layout.any():
                 raise CheckpointError(f"weight_format is {int(layout.max())}, not 0 (row-major). {_REMEDY}")

@@ -26,7 +26,7 @@ from ..layers import Linear
 from ..moe import Experts
 from .packed import QuantizedExperts, QuantizedLinear, packed_modules
 from .packed_quantizer import PackedQuantizer
-from .published import Matrices, find_packed, follow_files, warn_of_unpacked
+from .published import Matrices, find_packed, names_in_16_bit
 
 # What classes with a head, and multimodal ones, put in front of the names of layers.
 _PREFIX = re.compile(r"^(language_model\\?\.)?(model\\?\.)?(?=layers\\?\.)")
@@ -103,7 +103,6 @@ class LlamoeQuantizer(PackedQuantizer):
                 # transformers then removes config and quantizer after loading, since the model is plain.
                 config.dequantize = True  # pyright: ignore[reportAttributeAccessIssue]
                 return
-            warn_of_unpacked(candidates, matrices)
         form = format_for(config)
         for name, module in candidates.items():
             if is_kept(name, config.modules_to_not_convert or ()):
@@ -123,7 +122,9 @@ class LlamoeQuantizer(PackedQuantizer):
         self.layout = layout
         rules = get_model_conversion_mapping(model, hf_quantizer=self)
         matrices = find_packed(model, files, layout, rules)
-        follow_files(self.quantization_config, layout, dict(self._candidates(model)), matrices)
+        candidates = dict(self._candidates(model))
+        packed = candidates.keys() & {weight.rpartition(".")[0] for weight in matrices}
+        self.quantization_config.modules_to_not_convert = names_in_16_bit(candidates, packed) or None
         return matrices
 
     def _candidates(self, model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:

@@ -74,7 +74,13 @@ class _Read(ConversionOps):
             for suffix in self.layout.in_stacks
             if self.target + suffix in input_dict
         }:
-            return {full_layer_name: self._of_stacks(module, name, input_dict, stacked)}
+            if set(stacked) == {""} and stacked[""].dtype.itemsize > 1:
+                # The stack is plain.
+                return {full_layer_name: stacked[""]}
+            sizes, matrices = (
+                module.sizes_of(name),
+                _from_stacks(self.layout, module, name, input_dict, stacked),
+            )
         else:
             sizes, matrices = shape_of_one(module, name), _by_expert(module, name, input_dict)
         if isinstance(module, Packed):
@@ -86,29 +92,26 @@ class _Read(ConversionOps):
             matrix.copy_(torch.cat([self.layout.weight_of(tensors, sizes) for tensors in layers]))
         return {full_layer_name: whole}
 
-    def _of_stacks(
-        self,
-        experts: Any,
-        name: str,
-        input_dict: Mapping[str, list[torch.Tensor]],
-        stacked: Mapping[str, torch.Tensor],
-    ) -> torch.Tensor:
-        """Return a stack in 16 bits, whose scales are stacked in files; codes may be stacked or stored by expert."""
-        if set(stacked) == {""}:
-            # A stack without scales is plain.
-            return stacked[""]
-        if "" in stacked:
-            codes = [[matrix] for matrix in stacked[""]]
-        else:
-            codes = [
-                [kinds["weight"] for kinds in layers] for layers in _by_expert(experts, name, input_dict)
-            ]
-        layout: Any = self.layout
-        scales = stacked[layout.in_stacks[1]]
-        whole = torch.empty(experts.stack_shape(name), dtype=experts.dtype)
-        for matrix, parts, scale in zip(whole, codes, scales, strict=True):
-            matrix.copy_(layout.weight_in_stack(parts, scale, experts.is_transposed))
-        return whole
+
+def _from_stacks(
+    layout: Any,
+    experts: Any,
+    name: str,
+    found: Mapping[str, list[torch.Tensor]],
+    stacked: Mapping[str, torch.Tensor],
+) -> Iterator[list[dict[str, torch.Tensor]]]:
+    """Yield each expert's tensors by kind, from tensors of all experts; the codes may be those of single experts."""
+    kinds = dict(zip(layout.in_stacks, layout.kinds, strict=True))
+    singles = None if "" in stacked else _by_expert(experts, name, found)
+    for number in range(experts.num_experts):
+        tensors = {kinds[suffix]: tensor[number] for suffix, tensor in stacked.items()}
+        if experts.is_transposed:
+            tensors = {kind: tensor.T for kind, tensor in tensors.items()}
+        if singles:
+            codes = [linear["weight"] for linear in next(singles)]
+            # torch joins no float8.
+            tensors["weight"] = torch.cat([part.view(torch.uint8) for part in codes]).view(codes[0].dtype)
+        yield [tensors]
 
 
 def _by_expert(
