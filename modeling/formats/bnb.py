@@ -154,11 +154,8 @@ class Bnb(Format):
         Raises:
             CheckpointError: the tensors are of another format, or of a matrix of other sizes.
         """
-        needed = (
-            self.kinds[:2]
-            if self.quant_type == "int8"
-            else (*self.kinds[: 2 + self.is_nested], self.kinds[-1])
-        )
+        # int8 has three kinds. Of the six kinds for 4 bits the last describes the codes; lookup tables are not read.
+        needed = self.kinds[: 2 + self.is_nested] + self.kinds[5:]
         if missing := [kind for kind in needed if kind not in tensors]:
             raise CheckpointError(f"{', '.join(missing)} missing. {_REMEDY}")
         if self.quant_type == "int8":

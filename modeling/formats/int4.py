@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from ..kernels import BLOCK_WEIGHTS, GpuMatrix, Matrix, cpp_unpack
 from .few_bits import FewBits, rows_of
 from .format import MAKERS, Parts, Sizes
-from .int4_layout import OUTPUTS_MULTIPLE, pack, slices_of, unpack
+from .int4_layout import pack, slices_of, unpack
 from .scales import asymmetric
 
 
@@ -35,9 +35,7 @@ class Int4(FewBits):
         return f"int4:{self.group_size}{self.in_bytes * ':bytes'}"
 
     def refusal(self, sizes: Sizes) -> str | None:
-        if sizes[0] % OUTPUTS_MULTIPLE:
-            return f"it has {sizes[0]} outputs, which is not a multiple of {OUTPUTS_MULTIPLE}, as int4 needs"
-        return None
+        return f"it has {sizes[0]} outputs, and int4 needs a multiple of 16" if sizes[0] % 16 else None
 
     def padded(self, num_in: int) -> int:
         return -(-num_in // self.group_size) * self.group_size

@@ -13,8 +13,6 @@ from collections.abc import Iterator
 import torch
 
 BLOCK = 64
-OUTPUTS_MULTIPLE = 16
-"""The number of outputs of a matrix must be a multiple of this number."""
 
 
 def pack(codes_OI: torch.Tensor) -> torch.Tensor:

@@ -128,9 +128,8 @@ class QuantizedLinear(Packed, nn.Linear):
         self.format, self.formats = form, {"weight": form}
         self.sizes = {"weight": (self.out_features, self.in_features)}
         self._make_parts()
-        self.bias = None
-        if linear.bias is not None:
-            self.bias = nn.Parameter(torch.empty(self.out_features, dtype=form.compute_dtype))
+        bias = nn.Parameter(torch.empty(self.out_features, dtype=form.compute_dtype))
+        self.bias = None if linear.bias is None else bias
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map `[..., in_features]` to `[..., out_features]` in the dtype of `x`."""

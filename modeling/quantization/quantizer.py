@@ -131,12 +131,12 @@ class LlamoeQuantizer(PackedQuantizer):
         """Yield names and modules that shall be packed unless `modules_to_not_convert` names them."""
         config = self.quantization_config
         # Heads, vision tower and projector are not inside of the decoder. `get_decoder` of a tower is the tower.
-        has_decoder = not isinstance(model.config, LlamoeVisionConfig)
-        inside = {id(module) for module in model.get_decoder().modules()} if has_decoder else ()
+        is_tower = isinstance(model.config, LlamoeVisionConfig)
+        inside = () if is_tower else {*model.get_decoder().modules()}
         for name, module in model.named_modules():
             is_experts = isinstance(module, Experts)
             is_linear = type(module) in (nn.Linear, Linear)
-            if id(module) in inside and (is_experts and config.experts or is_linear and config.linears):
+            if module in inside and (is_experts and config.experts or is_linear and config.linears):
                 yield name, module
 
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, Any] | None, dict]:

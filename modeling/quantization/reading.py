@@ -77,10 +77,8 @@ class _Read(ConversionOps):
             if set(stacked) == {""} and stacked[""].dtype.itemsize > 1:
                 # The stack is plain.
                 return {full_layer_name: stacked[""]}
-            sizes, matrices = (
-                module.sizes_of(name),
-                _from_stacks(self.layout, module, name, input_dict, stacked),
-            )
+            sizes = module.sizes_of(name)
+            matrices = _from_stacks(self.layout, module, name, input_dict, stacked)
         else:
             sizes, matrices = shape_of_one(module, name), _by_expert(module, name, input_dict)
         if isinstance(module, Packed):
