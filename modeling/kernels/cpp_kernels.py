@@ -7,7 +7,7 @@ the KV cache. Its norm consists of ten operations, whose code has left the proce
 
 The C++ backend of `torch.compile` compiles the kernels at first use, in five seconds, and keeps the result on disk. One
 source is for all processors with AVX2, AVX-512 or NEON; only products of bytes are written for each (`cpp/bytes_*.h`).
-Without a compiler, on other processors, or with `LLAMOE_CPP_KERNELS=0` in the environment, torch's kernels are used.
+Without a compiler, on other processors, or with `LLAMOE_CPP_KERNELS=0` in the environment, torch multiplies.
 
 Shapes: N rows, I inputs, O outputs.
 """
@@ -63,7 +63,7 @@ class Matrix(NamedTuple):
     Attributes:
         bits: 4, 8, 16 or 32.
         group_size: of 4 bits, the number of inputs that share a scale, a multiple of 32; else 0.
-        codes: 4 bits: `[O, I / 2]` uint8, in the layout that torch's kernel reads with AVX-512. 8 bits: `[O, I]` int8.
+        codes: 4 bits: `[O, I / 2]` uint8, in the order of `formats.int4_layout`. 8 bits: `[O, I]` int8.
             16 and 32 bits: the matrix in bfloat16 or float32, contiguous; `[O, I]`, or `[I, O]` if `is_input_first`.
         scales: bfloat16. 4 bits: `[I / group_size, O, 2]`, the scale, and the weight that code 8 means. 8 bits: `[O]`.
             16 and 32 bits: None.

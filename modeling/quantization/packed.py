@@ -141,7 +141,7 @@ class QuantizedLinear(Packed, nn.Linear):
     def dequantized(self, dtype: torch.dtype) -> nn.Linear:
         """Return an ordinary layer with the dequantized weight, and the same bias."""
         with torch.device("meta"):
-            linear = Linear(self.in_features, self.out_features, bias=False)
+            linear: Any = Linear(self.in_features, self.out_features, bias=False)
         linear.weight = nn.Parameter(self.dequantized_weight("weight", dtype))
         linear.bias = self.bias
         return linear.train(self.training)
