@@ -68,23 +68,23 @@ class FewBits(Format):
                 return y_NO
         x = x_NI.to(dtype_of_blocks(x_NI))
         y_NO = x.new_empty(len(x), sizes[0])
-        for some, weight_PO in self.blocks(parts, x.dtype):
-            torch.mm(x, weight_PO, out=y_NO[:, some])
+        for outputs, weight_PO in self.blocks(parts, x.dtype):
+            torch.mm(x, weight_PO, out=y_NO[:, outputs])
         return self.scaled(y_NO, parts).to(x_NI.dtype)
 
     def multiply_transposed(self, x_NO: torch.Tensor, parts: Parts, sizes: Sizes) -> torch.Tensor:
         x = self.scaled(x_NO.to(dtype_of_blocks(x_NO)), parts)
         y_NP = x.new_zeros(len(x), self.padded(sizes[1]))
         # A sum over several blocks is in float32, since bfloat16 would be rounded after each block.
-        for some, weight_PO in self.blocks(parts, x.dtype, is_whole=x.dtype != torch.float32):
-            y_NP.addmm_(x[:, some], weight_PO.T)
+        for outputs, weight_PO in self.blocks(parts, x.dtype, is_whole=x.dtype != torch.float32):
+            y_NP.addmm_(x[:, outputs], weight_PO.T)
         return y_NP[:, : sizes[1]].to(x_NO.dtype)
 
 
 def rows_of(weight_OI: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the weights of some outputs after the other in float32, to be quantized at once.
+    """Yield slices of a weight in float32: the outputs to quantize at once.
 
-    On a CPU the cache holds them; on a GPU they take up to half a gigabyte.
+    On a CPU a slice fits into the cache; on a GPU it takes up to half a gigabyte.
     """
-    for some in slices_of(weight_OI, weight_OI.shape[1], 1 << 17, 1 << 27):
-        yield weight_OI[some].contiguous().float()
+    for outputs in slices_of(weight_OI, weight_OI.shape[1], 1 << 17, 1 << 27):
+        yield weight_OI[outputs].contiguous().float()

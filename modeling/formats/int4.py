@@ -61,8 +61,8 @@ class Int4(FewBits):
         packed, scales = parts
         dtype = dtype if dtype == torch.bfloat16 else torch.float32
         out_PO = torch.empty(packed.shape[1] * 2, len(packed), dtype=dtype, device=packed.device)
-        for some in slices_of(packed, len(out_PO), BLOCK_WEIGHTS):
-            unpack(packed[some], scales[:, some], out_PO[:, some])
+        for outputs in slices_of(packed, len(out_PO), BLOCK_WEIGHTS):
+            unpack(packed[outputs], scales[:, outputs], out_PO[:, outputs])
         return out_PO[: sizes[1]].T
 
     def for_gpu_kernel(self, parts: Parts, sizes: Sizes) -> GpuMatrix | None:
@@ -77,8 +77,8 @@ class Int4(FewBits):
         self, parts: Parts, dtype: torch.dtype, is_whole: bool = False
     ) -> Iterator[tuple[slice, torch.Tensor]]:
         num_in, memory = parts[0].shape[1] * 2, torch.empty(0, dtype=dtype)
-        for some in slices_of(parts[0], num_in, sys.maxsize if is_whole else BLOCK_WEIGHTS):
-            packed, scales = parts[0][some], parts[1][:, some]
+        for outputs in slices_of(parts[0], num_in, sys.maxsize if is_whole else BLOCK_WEIGHTS):
+            packed, scales = parts[0][outputs], parts[1][:, outputs]
             size = packed.numel() * 2
             # All blocks share one tensor: allocating the whole matrix takes longer than unpacking it.
             if memory.numel() < size:
@@ -87,7 +87,7 @@ class Int4(FewBits):
             # Without the compiled kernel, torch takes 16 times as long.
             if not cpp_unpack(Matrix(4, self.group_size, packed, scales), weight_PO):
                 unpack(packed, scales, weight_PO)
-            yield some, weight_PO
+            yield outputs, weight_PO
 
 
 MAKERS["int4"] = lambda size, *rows: Int4(int(size), in_bytes=bool(rows))

@@ -50,8 +50,8 @@ class Int8(FewBits):
         if is_whole or not codes.is_cpu:
             yield slice(None), codes.to(dtype).T
             return
-        for some, codes_OI in blocks_in(codes, dtype):
-            yield some, codes_OI.T
+        for outputs, codes_OI in blocks_in(codes, dtype):
+            yield outputs, codes_OI.T
 
     def scaled(self, x_NO: torch.Tensor, parts: Parts) -> torch.Tensor:
         return x_NO * parts[1].to(x_NO.dtype)

@@ -111,7 +111,7 @@ class BitsAndBytes8BitQuantizer(QuantizesExperts, Bnb8BitHfQuantizer):
 
 
 def _packed_in(files: Iterable[str]) -> set[str]:
-    """Return the experts that are packed in these files, as number and path in the layer: "3.mlp.experts"."""
+    """Return the experts that are packed in these files, by the layer's number and their path: "3.mlp.experts"."""
     return {
         expert.experts.rpartition("layers.")[2]
         for stored in headers_of(files)
@@ -151,7 +151,7 @@ def naming_plain_layers(model: PreTrainedModel) -> Iterator[None]:
     config: Any = model.config.quantization_config
     kept = config.llm_int8_skip_modules
     plain = {
-        # So transformers 4, where routers are linear layers, names those of Mixtral.
+        # transformers 4, where routers are linear layers, names Mixtral's routers so.
         name.replace(".mlp.gate", ".block_sparse_moe.gate")
         for name, module in model.named_modules()
         if type(module) in (nn.Linear, Linear)

@@ -52,9 +52,9 @@ class PackedQuantizer(HfQuantizer):
     """A mixin for quantizers of llamoe's packed modules; name it before transformers' quantizer class."""
 
     layout: Layout | Bnb | None = None
-    """How files store single packed linear layers; None if they store stacks, as llamoe's own formats do."""
+    """The layout of packed linear layers in files; None if files hold the parts of packed modules themselves."""
     layers_in_files: tuple[str, ...] = ("",)
-    """What the names of the linear layers end with that `layout` reads beside experts; "" is every layer."""
+    """Ends of the names of linear layers that `layout` reads, beside those of experts; "" matches every layer."""
 
     def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:
         """Return True if the loader must quantize this weight after reading it."""
@@ -69,11 +69,11 @@ class PackedQuantizer(HfQuantizer):
         return super().param_element_size(model, param_name, param)
 
     def get_quantize_ops(self) -> ConversionOps:
-        """Return the operation that quantizes weights: ours, which leaves modules of others to transformers'."""
+        """Return the operation that quantizes packed modules, and leaves other modules to transformers' operation."""
         return QuantizeWeight(super().get_quantize_ops)
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: PreTrainedModel) -> list[Any]:
-        """Return the loader's rules, with those of the layout first, and without others for the same names."""
+        """Return the loader's rules: first those of `layout`, then all others that do not read the same names."""
         rules = super().update_weight_conversions(weight_conversions, model)
         if self.layout is not None:
             first = reading_rules(self.layout, self.layers_in_files)
@@ -93,7 +93,7 @@ class PackedQuantizer(HfQuantizer):
             ValueError: weights are offloaded, so they are not in memory.
         """
         dtype = dtype or model.config.dtype or model.dtype
-        # `save_pretrained` leaves the dtype's name in the config.
+        # After `save_pretrained` the config holds the dtype's name.
         dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
         for name, module in list(model.named_modules()):
             is_offloaded = isinstance(module, Experts) and module.is_packed and module.is_offloaded

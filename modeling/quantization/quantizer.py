@@ -61,7 +61,7 @@ def take_activations(stored: Any, options: dict[str, Any]) -> str | None:
 
 
 class LlamoeQuantizer(PackedQuantizer):
-    """The quantizer for llamoe's formats, as which it also loads folders of other programs (`published`)."""
+    """The quantizer for llamoe's formats; it also loads other programs' folders, as int4 or plain weights."""
 
     quantization_config: QuantizationConfig
     # Adapters can be trained beside packed weights, whose products are custom operators for torch.compile.
@@ -70,7 +70,7 @@ class LlamoeQuantizer(PackedQuantizer):
 
     @property
     def checks_shapes(self) -> bool:
-        """True if `checkpoints` shall compare the files' tensors with the model's: not if files are converted."""
+        """True if files hold the tensors of the model itself, whose shapes and dtypes `checkpoints` then compares."""
         return self.layout is None
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
@@ -100,7 +100,7 @@ class LlamoeQuantizer(PackedQuantizer):
             matrices = self.read_published(model, kwargs.get("checkpoint_files") or (), layout)
             current_loading().matrices = matrices
             if not layout.is_int4:
-                # transformers then removes config and quantizer after loading, since the model is plain.
+                # The model will be plain, so transformers must remove config and quantizer after loading.
                 config.dequantize = True  # pyright: ignore[reportAttributeAccessIssue]
                 return
         form = format_for(config)
@@ -118,7 +118,7 @@ class LlamoeQuantizer(PackedQuantizer):
             model.set_submodule(name, packed)
 
     def read_published(self, model: PreTrainedModel, files: Iterable[str], layout: Layout) -> Matrices:
-        """Return the tensors that another program has packed, by an empty model's weights; adapt the config to them."""
+        """Return the packed tensors of another program's folder, by weight of the model; adapt the config to them."""
         self.layout = layout
         rules = get_model_conversion_mapping(model, hf_quantizer=self)
         matrices = find_packed(model, files, layout, rules)
