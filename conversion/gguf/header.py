@@ -13,12 +13,13 @@ from typing import Any, BinaryIO
 
 import numpy as np
 import torch
+from gguf import GGMLQuantizationType
 
 from ...configuration.checks import listed
 from ...configuration.errors import CheckpointError
 from ...configuration.json_files import reading
 from ..io import FileTensor
-from .blocks import PLAIN, library, size_of_block
+from .blocks import PLAIN, SIZES
 
 _PART = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
 # The module struct's letter for each type of value, by the type's number; strings and arrays have none.
@@ -37,7 +38,7 @@ class Tensor(FileTensor):
     def __init__(self, path: Path, name: str, offset: int, kind: str, sizes: list[int]):
         self.kind, self.sizes = kind, sizes
         if kind not in PLAIN:
-            numbers, nbytes = size_of_block(kind)
+            numbers, nbytes = SIZES[kind]
             sizes = [*sizes[:-1], sizes[-1] // numbers * nbytes]
         super().__init__(path, name, offset, PLAIN.get(kind, torch.uint8), sizes)
 
@@ -70,7 +71,6 @@ def read_header(path: Path) -> tuple[dict[str, Any], dict[str, Tensor], list[Pat
 
 
 def _read_part(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    types = library(path).GGMLQuantizationType
     keys, tensors = {}, {}
     with reading(path), open(path, "rb") as file:
         try:
@@ -83,7 +83,7 @@ def _read_part(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             for _ in range(num_tensors):
                 name = _text(file)
                 *sizes, kind, offset = _numbers(file, f"{_numbers(file, 'I')[0]}QIQ")
-                tensors[name] = Tensor(path, name, offset, types(kind).name, sizes[::-1])
+                tensors[name] = Tensor(path, name, offset, GGMLQuantizationType(kind).name, sizes[::-1])
             alignment = keys.get("general.alignment", 32)
             begin = -(-file.tell() // alignment) * alignment
         # Sizes, types and text of a damaged file raise errors of many classes.

@@ -7,6 +7,7 @@ from math import prod
 from pathlib import Path
 
 import torch
+from gguf import MODEL_ARCH, get_tensor_name_map
 
 from ...configuration import LlamoeTextConfig
 from ...configuration.base import LlamoeBaseConfig
@@ -17,7 +18,7 @@ from ...modeling.quantization import names_in_16_bit
 from ..checkpoint import Checkpoint, check_model, expected_shapes
 from ..consolidated import Params, naming
 from ..io import LazyTensor, PackedMatrix, permute_pairs, stack
-from .blocks import PLAIN, GgufLayout, library
+from .blocks import PLAIN, GgufLayout
 from .configuration import read_config
 from .header import Tensor, read_header
 from .tokenizer import read_tokenizer
@@ -81,13 +82,13 @@ def _sources(
     Raises:
         CheckpointError: a tensor belongs to no weight.
     """
-    gguf, groups = library(path), {}
+    groups = {}
     for name, tensor in stored.items():
         match = _SINGLE.fullmatch(name)
         stacked, number = (f"{match[1]}_exps.weight", int(match[2])) if match else (name, 0)
         groups.setdefault(stacked, {})[number] = tensor
-    architecture = gguf.MODEL_ARCH.LLAMA4 if isinstance(config, LlamoeTextConfig) else gguf.MODEL_ARCH.LLAMA
-    names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
+    architecture = MODEL_ARCH.LLAMA4 if isinstance(config, LlamoeTextConfig) else MODEL_ARCH.LLAMA
+    names = get_tensor_name_map(architecture, config.num_hidden_layers)
     sources = {}
     for key in expected_shapes(config):
         module, _, name = key.rpartition(".")
