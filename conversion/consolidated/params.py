@@ -147,11 +147,8 @@ def kept_fields(config: Any, again: Any) -> dict[str, Any]:
             if value != read or name in _ALWAYS_KEPT:
                 kept[name] = value
         elif name == "rope_parameters":
-            mine, its = _rope_content(value), _rope_content(read)
-            for key in ("rope_type", *sorted(mine | its)):
-                if mine.get(key) != its.get(key):
-                    problem = "Meta's code cannot compute it"
-                    fail(config, f"{name}[{key!r}]", mine.get(key), problem, repr(its.get(key)))
+            if _rope_content(value) != (rotation := _rope_content(read)):
+                fail(config, name, value, "Meta's code cannot compute it", repr(rotation))
         elif value != read:
             problem = "Meta's params.json cannot express it, and Meta's code would compute with another value"
             fail(config, name, value, problem, repr(read))

@@ -69,9 +69,9 @@ WO, EXPERTS = "layers.1.attention.wo.weight", "layers.1.feed_forward.experts.moe
 EXPERT, FIRST = "layers.1.feed_forward.experts.2.{}.weight", "layers.1.block_sparse_moe.w{}"
 # A model and its number of files, what happens to the folder, and words of the error.
 FILES = [
-    (LLAMA_1, remove("consolidated.01.pth"), ["in 2 file(s), 40 in all", "dim = 60"]),
+    (LLAMA_1, remove("consolidated.01.pth"), ["embed_tokens.weight of shape [306, 40]", "[306, 60]"]),
     *(((case, 2), remove("consolidated.01.pth"), [" missing"]) for case in (META_LLAMA_1, META_LLAMA_3, META_SCOUT)),
-    (LLAMA_1, add("consolidated.1.pth"), ["in 4 file(s), 80 in all"]),
+    (LLAMA_1, add("consolidated.1.pth"), ["n_heads = 6 cannot be divided by the 4 files"]),
     ((META_LLAMA_1, 1), remove("consolidated.00.pth"), ["no consolidated weights"]),
     (MISTRAL, add("consolidated.00.pth"), ["tok_embeddings.weight missing"]),
     (MISTRAL, remove("params.json"), ["params.json: cannot be read"]),
@@ -91,7 +91,7 @@ TENSORS = [
     ),
     (MISTRAL, drop(WO), ["self_attn.o_proj.weight missing"]),
     (MISTRAL, put("layers.0.attention.wq.weight", ones(40, 24)), ["attention.wq.weight", "[40, 24]", "[48, 24]"]),
-    (MISTRAL, put("tok_embeddings.weight", ones(55, 24)), ["vocab_size = 53", "55 rows"]),
+    (MISTRAL, put("tok_embeddings.weight", ones(55, 24)), ["output.weight", "[53, 24]", "[55, 24]"]),
     (MIXTRAL_8X7B, drop(EXPERT.format("w3")), ["experts.2.w3.weight missing", "experts.0.w1.weight"]),
     (
         MIXTRAL_8X7B, drop(*(EXPERT.format(part) for part in ("w1", "w2", "w3"))),
@@ -115,11 +115,9 @@ TENSORS = [
 SCOUTS = META_SCOUT.params["moe_args"]
 PARAMS = [
     (LLAMA, say(n_layers=5), ["model.layers.3.", "missing"]),
-    (LLAMA, say(dim=54), ["dim = 54", "60 in all", "tok_embeddings.weight"]),
     (LLAMA, say(n_heads=10), ["rope.freqs", "n_heads = 10", "heads of 10 channels, but"]),
     (LLAMA, say(n_kv_heads=6), ["layers.0.attention.wk.weight", "20", "60"]),
     (LLAMA, say(n_kv_heads=3), ["n_kv_heads = 3 cannot be divided by the 2 files"]),
-    (LLAMA, say(vocab_size=100), ["vocab_size = 100", "310"]),
     (LLAMA, say(n_heads="12"), ["params.json", "n_heads = '12'"]),
     (SCOUT, say(moe_args=None), ["experts"]),
     (SCOUT, say(moe_args=SCOUTS | {"num_experts": 4}), ["moe_w_out_eF_D has shape [245, 60]", "rows of 4 experts"]),
@@ -143,7 +141,7 @@ PARAMS = [
     # Off may mean something, too.
     (MISTRAL, say(use_rope=False), ["use_rope = False", "changes nothing, remove"]),
     (MISTRAL, say(hidden_dim=None), ["hidden_dim is missing"]),
-    (MISTRAL, say(dim=25), ["dim = 25"]),
+    (MISTRAL, say(dim=25), ["layers.0.attention.wk", "[16, 24]", "[16, 25]"]),
     (MISTRAL, say(n_heads="6"), ["n_heads = '6'", "number above 0"]),
     (MISTRAL, say(rope_theta="1e6"), ["rope_theta = '1e6'"]),
     (MISTRAL, say(hidden_size=24), ["hidden_size = 24", "only one of hidden_size and dim"]),

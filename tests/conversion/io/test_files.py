@@ -13,8 +13,6 @@ from safetensors.torch import save_file
 from llamoe.configuration.errors import CheckpointError
 from llamoe.conversion.io.read_files import (
     FileTensor,
-    open_pickle,
-    open_safetensors,
     open_weights,
 )
 
@@ -76,7 +74,7 @@ def test_tensors_are_unwrapped(tmp_path, wrap):
     torch.save(
         wrap({"x": torch.nn.Parameter(BASE), "note": "text", "state": io.BytesIO(b"")}), tmp_path / "x.pt"
     )
-    tensors, others = open_pickle(tmp_path / "x.pt")
+    tensors, others = open_weights(tmp_path / "x.pt")
     assert torch.equal(tensors["x"].read(), BASE)
     assert others.items() >= {"note": "str", "state": "BytesIO"}.items()
     assert ("epoch" in others) == ("epoch" in wrap({}))
@@ -86,7 +84,7 @@ def test_rows_of_a_transposed_stack_are_read_alone(tmp_path, monkeypatch):
     """Else a stack of experts that was saved as a view would be read whole for every expert."""
     stack = torch.randn(6, 5, 8).transpose(1, 2)
     torch.save({"x": stack}, tmp_path / "x.pth")
-    tensor = open_pickle(tmp_path / "x.pth")[0]["x"]
+    tensor = open_weights(tmp_path / "x.pth")[0]["x"]
     read, plain = [], FileTensor._bytes
     monkeypatch.setattr(
         FileTensor, "_bytes", lambda self, first, count: read.append(count) or plain(self, first, count)
@@ -98,7 +96,7 @@ def test_rows_of_a_transposed_stack_are_read_alone(tmp_path, monkeypatch):
 
 def test_file_that_shrinks_while_it_is_read_names_the_tensor(tmp_path):
     save_file({"x": BASE}, tmp_path / "x.safetensors")
-    tensor = open_safetensors(tmp_path / "x.safetensors")["x"]
+    tensor = open_weights(tmp_path / "x.safetensors")[0]["x"]
     os.truncate(tmp_path / "x.safetensors", 300)
     with pytest.raises(CheckpointError, match=r"x\.safetensors: x: cannot be read"):
         tensor.read()
@@ -114,4 +112,4 @@ def test_file_larger_than_memory_opens(tmp_path):
     text = json.dumps(header).encode()
     path.write_bytes(len(text).to_bytes(8, "little") + text)
     os.truncate(path, 8 + len(text) + rows * 2**20)
-    assert not open_safetensors(path)["x"].read(rows - 1, rows).any()
+    assert not open_weights(path)[0]["x"].read(rows - 1, rows).any()

@@ -249,7 +249,7 @@ def test_wrong_files_are_named(model):
         ("begins with", b"\x80\x02}q\x00.", VOCABULARY),
         ("damaged SentencePiece model|cut short", model[: len(model) // 2], VOCABULARY),
         (f"{VOCABULARY} pieces.*vocab_size is 32000", model, 32000),
-        ("model_type 1", train(model_type="unigram"), VOCABULARY),
+        ("different ids", train(model_type="unigram"), VOCABULARY),
         ("eos_id is -1", train(eos_id=-1), VOCABULARY),
     ):  # fmt: skip
         with pytest.raises(CheckpointError, match=f"a/given.model.*({words})"):
