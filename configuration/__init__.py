@@ -1,7 +1,7 @@
-"""What a model is: pure data, no tensors; and the errors that all packages raise.
+"""Configurations of models, which are data without tensors, and the errors that all packages raise.
 
 Reading order: errors, json_files, sizes, checks, fields, hub, base, parallel, decoder, mixture, vision, multimodal,
-quantization, stock, presets, parameter_count, scaling, recipe, memory. A file imports only files that stand before it.
+quantization, stock, presets, parameter_count, scaling, recipe, memory. A file imports only files that come before it.
 """
 
 from .decoder import LayerPlan, LlamoeDenseConfig

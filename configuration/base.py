@@ -1,15 +1,15 @@
-"""Base of the configurations: strict fields, and stock transformers configurations as valid input.
+"""The base class of llamoe's configurations, which check their fields and read transformers' configurations, too.
 
-transformers makes every configuration a dataclass. Three of its habits are changed here:
+Here and below, "stock" means transformers' own. In three points these configurations differ from transformers':
 
-* `huggingface_hub`'s `strict` checks types on each assignment but raises an exception that is no `ValueError`; ours
-  are `ValueError`s that name field, value and what is valid. Every subclass is strict without a decorator.
-* A dictionary of another model type only draws a warning there, and its `model_type` then hides the class's own. Here
-  each class names the types that it reads; others are errors, and an instance's type never changes.
-* Overrides given to `from_dict` and `from_pretrained` are set unchecked there, after derived fields were computed.
-  Here they are applied before, and checked.
+* Types are checked on each assignment. An error is a `ValueError` that names the field, the value and what is valid.
+  `huggingface_hub`'s decorator `strict`, which makes the checks, raises other exceptions. Subclasses need no decorator.
+* A class refuses a dictionary of a model type that it does not read. transformers only warns, and sets that
+  `model_type` on the instance.
+* Overrides given to `from_dict` and `from_pretrained` are checked, and applied before fields that depend on them are
+  computed. transformers sets them afterwards, without checks.
 
-Annotations in these modules must not be strings, because `strict` skips those.
+Annotations in these modules must not be strings, because `strict` skips strings.
 """
 
 import copy
@@ -37,10 +37,10 @@ from .json_files import read_json
 
 logger = logging.get_logger(__name__)
 
-# Model type, ours or stock, to the configuration of ours that reads it; each class enters itself.
+# Model type, llamoe's or transformers', to llamoe's class that reads it. Each class adds itself.
 READERS: dict[str, type["LlamoeBaseConfig"]] = {}
 
-# Stock model classes and ours. Heads over a multimodal trunk have only one class in stock.
+# Name of each stock model class to that of llamoe's. transformers has only one multimodal class with a head.
 ARCHITECTURES = {
     **{
         name.replace(ours, family): name
@@ -58,44 +58,44 @@ ARCHITECTURES = {
     "Llama4ForConditionalGeneration": "LlamoeForConditionalGeneration",
 }
 
-# Names of the fields of all configurations: a field of the whole may stand in a part, and the reverse. transformers 4
-# wrote the first.
+# Names of fields of all configurations, since multimodal configurations and their parts have fields of each other.
+# transformers 4 wrote `tie_encoder_decoder`.
 _KNOWN_NAMES = {"tie_encoder_decoder", "num_labels"}
 
 
 def as_dict(config: PreTrainedConfig) -> dict[str, Any]:
-    """Return any configuration as keyword arguments, with the backends that `to_dict` leaves out."""
+    """Return any configuration as keyword arguments, with the attention and experts backends that `to_dict` omits."""
     data = config.to_dict()
     for name in ("attn_implementation", "experts_implementation"):
         if (value := getattr(config, f"_{name}", None)) is not None:
             data[name] = value
-    # For a stock model without grouped experts transformers writes "eager" by itself. In our configurations "eager"
-    # would be the user's choice, and replace our own implementation.
+    # For a stock model without grouped experts transformers sets "eager" by itself. In llamoe's configurations "eager"
+    # would be a choice of the user, which replaces llamoe's implementation.
     if data.get("experts_implementation") == "eager" and not isinstance(config, LlamoeBaseConfig):
         del data["experts_implementation"]
-    # AutoConfig would read a file with window and layer_types as Ministral; Mistral has no layer_types.
+    # Mistral has no layer_types. AutoConfig would read a file with a window and layer_types as Ministral.
     if data.get("model_type") == "mistral":
         data.pop("layer_types", None)
     return data
 
 
 class LlamoeBaseConfig(PreTrainedConfig):
-    """Base of our configurations; see the module's text. It has no fields of its own.
+    """The base class of llamoe's configurations, which has no fields of its own.
 
     Class attributes:
-        model_type: Ours, written to every `config.json`.
-        stock_model_type: transformers' model type of the same architecture, accepted as input.
-        stock_relatives: Further model types of transformers' that are read.
+        model_type: llamoe's model type, which `config.json` gets.
+        stock_model_type: transformers' model type of the same architecture, which is read, too.
+        stock_relatives: Further model types of transformers that are read.
         feed_forward_name: Name of the feed-forward in a decoder's layers.
-        meanings: Name to meaning of each field that is declared in this package.
+        meanings: Name of each field that this package declares to its `Meaning`.
     """
 
     stock_model_type: ClassVar[str] = ""
     stock_relatives: ClassVar[tuple[str, ...]] = ()
     feed_forward_name: ClassVar[str] = ""
     meanings: ClassVar[dict[str, Meaning]] = {}
-    # Outputs that are not predictions. `Trainer` gathers the others over a whole evaluation, and returns the logits
-    # alone if nothing else is left.
+    # Outputs that are not predictions. `Trainer` gathers all other outputs over a whole evaluation. If only logits are
+    # left, it returns them without a tuple.
     keys_to_ignore_at_inference = [
         "cache",
         "past_key_values",
@@ -108,7 +108,7 @@ class LlamoeBaseConfig(PreTrainedConfig):
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
         strict(cls)
-        # As dataclasses inherit fields.
+        # A subclass inherits meanings as dataclasses inherit fields.
         inherited: dict[str, Meaning] = {}
         for base in reversed(cls.__mro__[1:]):
             inherited |= getattr(base, "meanings", {})
@@ -129,14 +129,14 @@ class LlamoeBaseConfig(PreTrainedConfig):
 
     @classmethod
     def get_config_dict(cls, pretrained_model_name_or_path, **kwargs):
-        """Read a `config.json`, ours or stock; return its content in our terms and the unused arguments."""
+        """Read a `config.json` of llamoe or transformers; return it as llamoe's fields, and the unused arguments."""
         subfolder = kwargs.get("subfolder") or ""
         config_dict, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
         folder = Path(pretrained_model_name_or_path, subfolder)
         if not config_dict and folder.is_dir() and not (folder / "adapter_config.json").is_file():
-            # transformers would use the default configuration.
+            # Without this error transformers would use the default configuration.
             raise CheckpointError(
-                f"{folder}: no file named config.json in this folder. A folder of Meta's is converted once: "
+                f"{folder}: no file named config.json in this folder. Convert a folder of Meta's release first: "
                 f"`llamoe convert {folder} OUT`."
             )
         if config_dict:
@@ -149,56 +149,56 @@ class LlamoeBaseConfig(PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs):
-        """Build a configuration from a dictionary, ours or stock; fields among `kwargs` win.
+        """Build a configuration from a dictionary of llamoe's or transformers' fields.
 
         Args:
-            config_dict: The content of a `config.json`; not changed.
-            **kwargs: Fields to override, and transformers' own arguments.
+            config_dict: The content of a `config.json`; it is not changed.
+            **kwargs: Fields that replace those of the dictionary, and transformers' own arguments.
 
         Returns:
-            The configuration; with `return_unused_kwargs=True` a pair of it and the arguments that are not fields.
+            The configuration; with `return_unused_kwargs=True` the configuration and the arguments that are no fields.
         """
         data = cls._read(config_dict)
         cls._warn_of_misspelt(kwargs)
         names = {field.name for field in fields(cls)} - {"dtype"}
-        given = {cls.attribute_map.get(name, name): name for name in kwargs}
-        overrides = {field: kwargs.pop(name) for field, name in given.items() if field in names}
+        by_field = {cls.attribute_map.get(name, name): name for name in kwargs}
+        overrides = {field: kwargs.pop(name) for field, name in by_field.items() if field in names}
         with unreadable_as_value_error(cls):
             return super().from_dict(cls._override(data, overrides), **kwargs)
 
     @classmethod
     def _override(cls, data: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
-        """Apply overrides; a dictionary for a nested configuration overrides fields inside it."""
+        """Return the fields with overrides applied; a dictionary for a nested configuration overrides its fields."""
         data = dict(data)
         for name, value in overrides.items():
             if name in cls.sub_configs and isinstance(value, dict):
                 part = data.get(name) or {}
                 part = as_dict(part) if isinstance(part, PreTrainedConfig) else part
-                # As ours: an override may be a field that only ours has.
+                # Convert to llamoe's fields first: an override may be a field that only llamoe has.
                 value = cls.sub_configs[name]._override(cls.sub_configs[name]._read(part), value)
             data[name] = value
         return data
 
     @classmethod
-    def _read(cls, given: dict[str, Any]) -> dict[str, Any]:
-        """Convert keyword arguments, ours or of the stock class, to our fields, without a model type."""
-        if cls.base_config_key and isinstance(given.get(cls.base_config_key), (dict, PreTrainedConfig)):
-            given = cls._part_of(given)
-        cls._warn_of_misspelt(given)
-        model_type = given.get("model_type")
+    def _read(cls, content: dict[str, Any]) -> dict[str, Any]:
+        """Convert keyword arguments for llamoe's or the stock class to llamoe's fields, without a model type."""
+        if cls.base_config_key and isinstance(content.get(cls.base_config_key), (dict, PreTrainedConfig)):
+            content = cls._part_of(content)
+        cls._warn_of_misspelt(content)
+        model_type = content.get("model_type")
         cls._check_model_type(model_type)
-        if model_type == "mistral" and "layer_types" in given:
-            # AutoConfig reads it in the same way.
+        if model_type == "mistral" and "layer_types" in content:
+            # AutoConfig reads such a file as Ministral, too.
             model_type = "ministral"
-            given = {**given, "model_type": model_type}
+            content = {**content, "model_type": model_type}
         if model_type not in (None, cls.model_type):
-            given = cls._from_stock(cls._of_stock_class(CONFIG_MAPPING[model_type], given))
+            content = cls._from_stock(cls._of_stock_class(CONFIG_MAPPING[model_type], content))
         data = {
             cls.attribute_map.get(name, name): copy.deepcopy(value)
             if isinstance(value, (dict, list))
             else value
-            for name, value in given.items()
-            # An attribute of classes, of which transformers copies the code when it saves; a file says nothing of it.
+            for name, value in content.items()
+            # `_auto_class` is an attribute of classes, which transformers has in the dictionary of an instance.
             if name not in ("_auto_class", "model_type")
         }
         if data.get("per_layer_config"):
@@ -209,19 +209,19 @@ class LlamoeBaseConfig(PreTrainedConfig):
         return data
 
     @classmethod
-    def _warn_of_misspelt(cls, given: Iterable[str]) -> None:
-        """Warn once of each name that nearly spells a field; unknown ones are kept, as stock keeps them."""
-        names = [*(field.name for field in fields(cls)), *cls.attribute_map, "num_labels"]
-        # The search takes milliseconds, and usual names are known.
-        for name in set(given) - _KNOWN_NAMES:
-            if near := difflib.get_close_matches(name, names, n=1, cutoff=0.85):
+    def _warn_of_misspelt(cls, names: Iterable[str]) -> None:
+        """Warn once of each name that resembles a field's; unknown names become attributes, as in transformers."""
+        known = [*(field.name for field in fields(cls)), *cls.attribute_map, "num_labels"]
+        # A search takes milliseconds, so names of fields are not searched.
+        for name in set(names) - _KNOWN_NAMES:
+            if near := difflib.get_close_matches(name, known, n=1, cutoff=0.85):
                 logger.warning_once(
-                    f"{cls.__name__} has no field {name!r}, which changes nothing. Did you mean {near[0]!r}?"
+                    f"{cls.__name__} has no field {name!r}, so its value has no effect. Did you mean {near[0]!r}?"
                 )
 
     @classmethod
     def _part_of(cls, data: dict[str, Any]) -> dict[str, Any]:
-        """Return this class's part of a multimodal configuration, with the fields that the whole sets for all parts."""
+        """Return this class's part of a multimodal configuration, with dtype and quantization of the whole."""
         whole = data.get("model_type")
         if whole not in (None, "llama4", "llamoe"):
             cls._check_model_type(whole)
@@ -235,49 +235,47 @@ class LlamoeBaseConfig(PreTrainedConfig):
         return part
 
     @classmethod
-    def _of_stock_class(cls, stock: type[PreTrainedConfig], given: dict[str, Any]) -> dict[str, Any]:
-        """Return the fields that a stock class reads: with its own defaults, and without fields that only we have.
+    def _of_stock_class(cls, stock: type[PreTrainedConfig], content: dict[str, Any]) -> dict[str, Any]:
+        """Return the fields that a stock class reads: with its defaults, and without fields that only llamoe has.
 
-        Other names that only our class has are left out too, and names of methods: kept as attributes they would hide
-        the class's own. Names that neither has are kept, as stock keeps them.
+        Names of other attributes that only llamoe's class has are left out, too, because an entry of that name would
+        replace the attribute. Names that neither class has are kept, as transformers keeps them.
         """
         reader = READERS[stock.model_type]
         ours, theirs = ({field.name: field.default for field in fields(config)} for config in (reader, stock))
         stock_names = theirs.keys() | stock.attribute_map.keys()
 
-        def is_foreign(name: str) -> bool:
+        def is_only_ours(name: str) -> bool:
             is_ours = name in reader.attribute_map or hasattr(reader, name)
             is_stocks = hasattr(stock, name) and not callable(getattr(reader, name, None))
             return is_ours and not (is_stocks or name in stock_names)
 
-        foreign = set(filter(is_foreign, given))
-        for name in foreign:
-            if given[name] not in (None, ours.get(name)):
+        left_out = set(filter(is_only_ours, content))
+        for name in left_out:
+            if content[name] not in (None, ours.get(name)):
                 logger.warning_once(
-                    f"{name} = {given[name]!r} of this {stock.model_type} configuration is left out: "
+                    f"{name} = {content[name]!r} of this {stock.model_type} configuration is left out: "
                     f"transformers' {stock.__name__} has no such field and computes without it."
                 )
         defaults = {name: value for name, value in theirs.items() if value != ours.get(name, value)}
-        return defaults | {
-            name: value for name, value in _rotating_whole_heads(given).items() if name not in foreign
-        }
+        return defaults | {name: value for name, value in content.items() if name not in left_out}
 
     @classmethod
     def _from_stock(cls, data: dict[str, Any]) -> dict[str, Any]:
-        """Set fields that the stock class ignores to the values that it computes with."""
+        """Set fields that the stock class ignores to its defaults, with which it computes."""
         for name, meaning in cls.meanings.items():
             computed = cls.__dataclass_fields__[name].default
             if meaning.stock == "ignored" and data.get(name, computed) != computed:
                 logger.warning(
-                    f"{name} = {data[name]!r} of this {data['model_type']} configuration is set to {computed!r}: "
-                    f"transformers ignores the field, so that is what its weights were run with."
+                    f"{name} = {data[name]!r} of this {data['model_type']} configuration is set to {computed!r}, with "
+                    "which transformers computes whatever the field says."
                 )
                 data[name] = computed
         return data
 
     @classmethod
     def _check_model_type(cls, model_type: Any) -> None:
-        """Refuse a model type that this class does not read, and name what does; None passes."""
+        """Raise an error for a model type that this class does not read, and name the class that does."""
         if model_type is None or model_type in cls._model_types():
             return
         reader = READERS.get(model_type) if isinstance(model_type, str) else None
@@ -286,7 +284,7 @@ class LlamoeBaseConfig(PreTrainedConfig):
         fail(cls, "model_type", model_type, f"{cls.__name__} does not read this model type", valid)
 
     def stock_type(self) -> str:
-        """Return transformers' model type with the same outputs."""
+        """Return the model type under which transformers computes the same outputs."""
         return self.stock_model_type
 
     def parts(self) -> set[str]:
@@ -294,10 +292,10 @@ class LlamoeBaseConfig(PreTrainedConfig):
         return set()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields as a dict, without our own entries of `auto_map`.
+        """Return the fields as a dict, without llamoe's entries in `auto_map`.
 
-        Our entries belong to the folder that was read, and each save writes new ones. The attribute keeps them, since
-        tools that load models by trusted code read it.
+        Each save writes these entries anew. The attribute `auto_map` keeps them, because it is read by tools that load
+        models with `trust_remote_code=True`.
         """
         data = super().to_dict()
         if others := entries_of_others(data.pop("auto_map", None)):
@@ -305,9 +303,10 @@ class LlamoeBaseConfig(PreTrainedConfig):
         return data
 
     def to_json_file(self, json_file_path, use_diff: bool = True):
-        """Write the configuration as JSON; as `save_pretrained`'s config.json in a form that loads without llamoe.
+        """Write the configuration as JSON.
 
-        That form is `auto_map` in config.json and the file llamoe_hub.py, which imports the installed llamoe.
+        A file named config.json gets an `auto_map`, and the file llamoe_hub.py beside it. With these transformers loads
+        the folder even if the program does not import llamoe.
         """
         path = Path(json_file_path)
         if path.name != CONFIG_NAME:
@@ -317,19 +316,19 @@ class LlamoeBaseConfig(PreTrainedConfig):
 
     @classmethod
     def register_for_auto_class(cls, auto_class="AutoConfig"):
-        """Do nothing for llamoe's own classes: their folders name how they are loaded already.
+        """Register a user's subclass; do nothing for llamoe's own classes.
 
-        transformers would copy our sources into each saved folder. A user's subclass is registered as usual.
+        If these were registered, transformers would copy llamoe's source code into each saved folder.
         """
         if not is_ours(cls):
             super().register_for_auto_class(auto_class)
 
     def _rotary_multiple(self) -> int:
-        """Return the number that must divide the width of a rotated head; 0 if no layer is rotated."""
+        """Return the number that must divide the width of a rotated head; 0 if no layer has rotary embeddings."""
         return 0
 
     def validate_rope(self) -> None:
-        """Check the rotary embedding beyond transformers' own checks, then run those."""
+        """Check what transformers does not check of the rotary embedding, then make transformers' checks."""
         rope, multiple = getattr(self, "rope_parameters", None), self._rotary_multiple()
         if not rope or not multiple:
             return
@@ -337,21 +336,19 @@ class LlamoeBaseConfig(PreTrainedConfig):
         if not isinstance(theta, (int, float)) or not 0 < theta < math.inf:
             fail(self, "rope_parameters['rope_theta']", theta, "must be positive", "a number such as 10000.0")
         if self.head_dim % multiple:
-            problem = (
-                "rotary embedding rotates pairs of channels, for pictures once by row and once by column"
-            )
+            problem = "rotary embeddings rotate pairs of channels, in pictures for rows and for columns"
             fail(self, "head_dim", self.head_dim, problem, f"a multiple of {multiple}")
         if rope.get("rope_type") != "proportional" and factor not in (None, 1):
             valid = "1.0, or rope_type 'proportional'"
             fail(self, "rope_parameters['partial_rotary_factor']", factor, "the whole head is rotated", valid)
-        # Scout is published with equal factors, of which transformers warns each time: no frequency lies between those
-        # that are scaled and the others.
+        # Scout is published with equal factors, which are right: no frequency lies between the scaled frequencies and
+        # the unscaled ones. transformers would warn of them each time.
         low, high = rope.get("low_freq_factor"), rope.get("high_freq_factor")
         if rope.get("rope_type") != "llama3" or low is None or low != high:
             super().validate_rope()
 
     def _equals(self, other: Any) -> bool:
-        """Compare class and content, ignoring a configuration's source and the release that wrote it."""
+        """Compare class and fields, without the folder that the configuration was read from."""
         if type(self) is not type(other):
             return NotImplemented
         mine, theirs = self.to_dict(), other.to_dict()
@@ -361,23 +358,9 @@ class LlamoeBaseConfig(PreTrainedConfig):
         return mine == theirs
 
 
-def _rotating_whole_heads(given: dict[str, Any]) -> dict[str, Any]:
-    """Leave out `partial_rotary_factor` of a stock configuration without scaling, where stock does not read it."""
-    name = "partial_rotary_factor"
-    ropes = {
-        key: given[key] for key in ("rope_scaling", "rope_parameters") if isinstance(given.get(key), dict)
-    }
-    rope = next(filter(None, ropes.values()), {})
-    if rope.get("rope_type", rope.get("type", "default")) != "default":
-        return given
-    given = given | {key: {k: value for k, value in rope.items() if k != name} for key, rope in ropes.items()}
-    given.pop(name, None)
-    return given
-
-
 @contextmanager
 def unreadable_as_value_error(config_class: type) -> Iterator[None]:
-    """Enter a context that turns any error of transformers about a file's content into a `ValueError`."""
+    """Enter a context that turns any error of transformers about wrong fields into a `ConfigurationError`."""
     try:
         yield
     except (TypeError, AttributeError, LookupError, ArithmeticError, AssertionError) as error:
@@ -387,7 +370,7 @@ def unreadable_as_value_error(config_class: type) -> Iterator[None]:
 
 
 def _report_as_value_errors(cls: Any) -> None:
-    """Wrap the methods that `strict` made for a class in our reading of arguments and our error messages."""
+    """Wrap the methods that `strict` has made for a class, to read stock's fields and to raise `ValueError`s."""
     strict_init, strict_setattr, strict_validate = cls.__init__, cls.__setattr__, cls.validate
 
     @functools.wraps(strict_init)
@@ -402,7 +385,7 @@ def _report_as_value_errors(cls: Any) -> None:
         field = cls.__dataclass_fields__.get(name)
         if field is not None:
             value = _coerce(value, field.type)
-        # Not again for the base classes, whose wrappers are called in turn.
+        # Checked once: this method also calls those of the base classes.
         if type(self) is cls and name in cls.meanings:
             cls.meanings[name].check(self, name, value)
         try:
@@ -412,7 +395,7 @@ def _report_as_value_errors(cls: Any) -> None:
             fail(self, name, value, f"wrong type {type(value).__name__}", expected.replace("typing.", ""))
 
     def validate(self):
-        """Check the fields against each other; `ValueError` for the first contradiction."""
+        """Check the fields against each other; raise a `ConfigurationError` for the first contradiction."""
         try:
             strict_validate(self)
         except (StrictDataclassClassValidationError, KeyError) as error:
@@ -421,14 +404,14 @@ def _report_as_value_errors(cls: Any) -> None:
                 raise cause from None
             raise ConfigurationError(f"{type(self).__name__}: {cause}") from None
 
-    # `strict` refuses to decorate a subclass if a base class's `validate` is not its own.
+    # `strict` decorates a subclass only if it believes that it has made the `validate` of the base class.
     validate.__is_defined_by_strict_decorator__ = True
     cls.__init__, cls.__setattr__, cls.validate = __init__, __setattr__, validate
     cls.__eq__ = LlamoeBaseConfig._equals
 
 
 def _coerce(value: Any, annotation: Any) -> Any:
-    """Convert a value to its field's type: integers to floats, tuples and ranges to lists."""
+    """Convert an integer to a float, or a tuple or range to a list, if the field has that type."""
     accepted = get_args(annotation) if get_origin(annotation) is not list else ()
     accepted = accepted or (annotation,)
     if float in accepted and int not in accepted and type(value) is int and abs(value) < 1 << 1000:

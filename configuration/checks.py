@@ -1,7 +1,6 @@
-"""The form of errors about configurations.
+"""Functions that write the error messages about configurations.
 
-Every error is a `ValueError` of one form, `Class.field = value: what is wrong; valid: what would be accepted`: a
-person can act on it without reading this source, and a program can match it.
+Every message has the form `Class.field = value: what is wrong; valid: what would be accepted`.
 """
 
 from collections.abc import Iterable
@@ -13,9 +12,9 @@ _LONGEST_VALUE = 120
 
 
 def fail(config: Any, field: str, value: Any, problem: str, valid: str) -> NoReturn:
-    """Raise the error for one field of a configuration or its class: what is wrong, and what would be accepted.
+    """Raise a `ConfigurationError` for one field of a configuration or its class.
 
-    The field's name has an index or key in brackets if the fault lies inside it.
+    `field` has an index or key in brackets if only that entry is wrong.
     """
     owner = config.__name__ if isinstance(config, type) else type(config).__name__
     shown = repr(value)
@@ -33,7 +32,7 @@ def enumerate_words(words: Iterable[Any]) -> str:
 
 
 def listed(names: Iterable[Any], limit: int = 5) -> str:
-    """List the first names, and how many more there are: `a, b, c, d, e and 7 more`."""
+    """List the first `limit` names and the number of further ones: `a, b, c, d, e and 7 more`."""
     names = [str(name) for name in names]
     more = f" and {len(names) - limit:,} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more

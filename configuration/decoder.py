@@ -1,8 +1,8 @@
-"""The plan of each layer of a decoder, and the configuration of dense decoders.
+"""The configuration of dense decoders, and the plan of each layer of any decoder.
 
-`LlamoeDenseConfig` describes LLaMA 1 and 2, Mistral and other decoders of their shape; those with experts are next.
-Field names and defaults are those of transformers' `LlamaConfig`, so a stock `config.json` is valid input; fields of
-ours default to stock's behaviour. The decoder reads a `LayerPlan` for each layer; it has no branch on the family.
+`LlamoeDenseConfig` describes LLaMA 1 and 2, Mistral and other decoders of their shape; `mixture.py` has those with
+experts. Names and defaults of the fields are those of transformers' `LlamaConfig`, so its `config.json` is valid input.
+Fields that only llamoe has default to what transformers computes. Models read the `LayerPlan` of each layer.
 
 Sources: LLaMA (Touvron et al., 2023, arXiv:2302.13971), Llama 2 (arXiv:2307.09288), Mistral 7B (Jiang et al., 2023,
 arXiv:2310.06825).
@@ -22,13 +22,13 @@ class LayerPlan:
     """The parts of one decoder layer.
 
     Attributes:
-        layer_idx: Position of the layer, from 0.
-        attention_type: "full_attention"; "chunked_attention" if a token sees only its own chunk; "sliding_attention" if
-            it sees a number of tokens before it.
+        layer_idx: Index of the layer, from 0.
+        attention_type: "full_attention"; "chunked_attention" if a token sees only tokens of its chunk; or
+            "sliding_attention" if it sees only a number of tokens before it.
         is_moe: Whether the feed-forward is a mixture of experts.
-        intermediate_size: Inner width of the feed-forward; in a mixture, of each expert and of the shared one.
-        use_rope: Whether queries and keys are rotated.
-        use_qk_norm: Whether rotated queries and keys are divided by their root mean square.
+        intermediate_size: Inner width of the feed-forward; in a mixture, of each expert and of the shared expert.
+        use_rope: Whether queries and keys get rotary embeddings.
+        use_qk_norm: Whether queries and keys are divided by their root mean square after rotation.
         use_temperature_tuning: Whether queries are scaled up with their position.
     """
 
@@ -42,12 +42,12 @@ class LayerPlan:
 
 
 class DecoderConfig(LlamoeBaseConfig):
-    """The fields and checks that all decoders share; `LlamoeDenseConfig` says what the fields mean."""
+    """The fields and checks of all decoders; `LlamoeDenseConfig` describes the fields."""
 
     base_model_pp_plan = DECODER_PP
     base_model_fsdp_plan = DECODER_FSDP
     moe_layers: ClassVar[Any] = ()
-    # Kind of local attention to the field that holds its window or chunk size.
+    # Kind of local attention, and name of the field with its window or chunk size.
     local_attention: ClassVar[tuple[str, str]]
 
     vocab_size: int = field(32000, "structure", least=1)
@@ -72,11 +72,11 @@ class DecoderConfig(LlamoeBaseConfig):
     skip_logits: bool | str = field(False, "training", choices=(False, True, "always"))
 
     def attention_types(self) -> list[str]:
-        """List the kind of attention of each layer, by the current values of the fields."""
+        """Return the attention type of each layer; see `LayerPlan`."""
         return self.layer_types or []
 
     def parts(self) -> set[str]:
-        """Return the names of the layers' parts, as `Meaning.part` spells them."""
+        """Return the parts that the model's layers have, by their names in `Meaning.part`."""
         plans = [self.layer_plan(layer_idx) for layer_idx in range(self.num_hidden_layers)]
         has = {
             "dense layers": not all(plan.is_moe for plan in plans),
@@ -88,7 +88,7 @@ class DecoderConfig(LlamoeBaseConfig):
             "layers without rotation": not all(plan.use_rope for plan in plans),
             "temperature tuning": any(plan.use_temperature_tuning for plan in plans),
         }
-        return {name for name, is_there in has.items() if is_there}
+        return {name for name, has_part in has.items() if has_part}
 
     def layer_plan(self, layer_idx: int) -> LayerPlan:
         """Return the plan of layer `layer_idx`."""
@@ -96,19 +96,25 @@ class DecoderConfig(LlamoeBaseConfig):
         return LayerPlan(layer_idx, self.attention_types()[layer_idx], is_moe, self.intermediate_size)
 
     def __post_init__(self, **kwargs):
-        """Fill the fields that follow from others."""
+        """Set the fields that follow from others."""
         hidden, heads = self.hidden_size, self.num_attention_heads
         if self.num_key_value_heads is None:
             self.num_key_value_heads = heads
         if self.head_dim is None:
             if hidden % heads:
-                problem = f"must be a multiple of num_attention_heads = {heads} when head_dim is not given"
-                valid = f"a multiple of {heads}, or any size with head_dim set"
+                problem = f"must be a multiple of num_attention_heads = {heads} if head_dim is not given"
+                valid = f"a multiple of {heads}, or any size with head_dim"
                 fail(self, "hidden_size", hidden, problem, valid)
             self.head_dim = hidden // heads
         if any(key.endswith("_attention") for key in self.rope_parameters or ()):
-            problem = "one rotary embedding serves all layers"
-            fail(self, "rope_parameters", self.rope_parameters, problem, "one set of them at the top level")
+            problem = "all layers have the same rotary embedding"
+            fail(
+                self,
+                "rope_parameters",
+                self.rope_parameters,
+                problem,
+                "parameters that are not by layer type",
+            )
         super().__post_init__(**kwargs)
 
     def validate_architecture(self) -> None:
@@ -120,26 +126,27 @@ class DecoderConfig(LlamoeBaseConfig):
             fail(self, "num_key_value_heads", kv_heads, problem, valid)
 
     def validate_layer_type(self) -> None:
-        """Check the kinds of attention; cut lists to the number of layers, as stock does.
+        """Check the attention types, and cut lists to the number of layers, as transformers does.
 
-        The number of layers may have been made smaller than the lists.
+        A list is too long if `num_hidden_layers` was reduced.
         """
         for name in ("layer_types", "no_rope_layers"):
             if entries := getattr(self, name, None):
                 setattr(self, name, entries[: self.num_hidden_layers])
         local, size = self.local_attention
         if local in self.attention_types() and (getattr(self, size) or 0) < 1:
-            valid = "a number of tokens; or make all layer_types full_attention"
-            fail(self, size, getattr(self, size), f"must be positive in layers of {local}", valid)
+            valid = "a number of tokens, or only full_attention in layer_types"
+            fail(self, size, getattr(self, size), f"must be positive if a layer has {local}", valid)
         if self.layer_types is None:
             return
         self._check_entries("layer_types")
         for idx, kind in enumerate(self.layer_types):
             if kind not in ("full_attention", local):
                 valid = f"'full_attention' or {local!r}"
-                fail(self, f"layer_types[{idx}]", kind, "unknown kind of attention", valid)
+                fail(self, f"layer_types[{idx}]", kind, "unknown attention type", valid)
 
     def _check_entries(self, name: str) -> None:
+        """Check that a list has an entry for each layer."""
         value, count = getattr(self, name), self.num_hidden_layers
         if len(value) != count:
             problem = f"has {len(value)} entries for num_hidden_layers = {count}"
@@ -150,7 +157,7 @@ class DecoderConfig(LlamoeBaseConfig):
 
 
 class WindowedConfig(DecoderConfig):
-    """A decoder with full attention, or with a window in all or some layers."""
+    """A decoder whose layers have full attention, or a sliding window."""
 
     local_attention = ("sliding_attention", "sliding_window")
 
@@ -159,14 +166,14 @@ class WindowedConfig(DecoderConfig):
 
     @classmethod
     def _override(cls, data: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
-        """Apply overrides; an overridden window applies to all layers unless `layer_types` mixes kinds."""
+        """Return the fields with overrides applied; a new window applies to all layers unless `layer_types` differ."""
         data = super()._override(data, overrides)
         if "sliding_window" in overrides and len(set(data.get("layer_types") or ())) < 2:
             data["layer_types"] = overrides.get("layer_types")
         return data
 
     def attention_types(self) -> list[str]:
-        """List the kind of attention of each layer; without `layer_types`, a window applies to every layer."""
+        """Return the attention type of each layer; without `layer_types` a window applies to every layer."""
         if self.layer_types is not None:
             return self.layer_types
         kind = "full_attention" if self.sliding_window is None else "sliding_attention"
@@ -177,38 +184,37 @@ class LlamoeDenseConfig(WindowedConfig):
     """LLaMA 1, LLaMA 2, Llama 3, Mistral, Ministral and other decoders of their shape, without experts.
 
     Fields of transformers' `LlamaConfig`, same names and defaults:
-        vocab_size: Rows of the embedding.
+        vocab_size: Number of rows of the embedding.
         hidden_size: Width of the residual stream.
         intermediate_size: Inner width of the feed-forward.
-        num_hidden_layers, num_attention_heads: Layers; query heads of each.
-        num_key_value_heads: Key/value heads; None means one per query head, 1 is multi-query attention.
-        head_dim: Width of a head; None means `hidden_size / num_attention_heads`. If it is given, `hidden_size` need
-            not be a multiple of the heads, although stock requires that.
-        hidden_act: Activation of the gate, by transformers' name.
+        num_hidden_layers, num_attention_heads: Number of layers, and of query heads in a layer.
+        num_key_value_heads: Number of key/value heads. None means one for each query head; 1 is multi-query attention.
+        head_dim: Width of a head; None means `hidden_size / num_attention_heads`.
+        hidden_act: Activation function of the gate, by transformers' name.
         max_position_embeddings: Longest context in tokens.
-        initializer_range: Standard deviation of fresh weights.
-        rms_norm_eps: Added to the mean square in every norm.
-        use_cache: Whether generation keeps keys and values.
-        pad_token_id, bos_token_id, eos_token_id: Special tokens.
-        pretraining_tp: Kept for old files; without effect.
-        tie_word_embeddings: Whether the output head is the embedding.
-        rope_parameters: `rope_type`, `rope_theta` and further parameters of that type. `rope_theta` and
-            `rope_scaling` of old files are read into it.
-        attention_bias, mlp_bias: Whether those projections have biases.
+        initializer_range: Standard deviation of new weights.
+        rms_norm_eps: Number that every norm adds to the mean square.
+        use_cache: Whether generation caches keys and values.
+        pad_token_id, bos_token_id, eos_token_id: Ids of special tokens.
+        pretraining_tp: A field of old files, without effect.
+        tie_word_embeddings: Whether the output head shares the embedding's weights.
+        rope_parameters: `rope_type`, `rope_theta` and further parameters of that type. Entries `rope_theta` and
+            `rope_scaling` of old files are moved into it.
+        attention_bias, mlp_bias: Whether the projections of attention, or of feed-forwards, have biases.
         attention_dropout: Probability of dropping an attention weight in training.
 
     Fields of transformers' `MistralConfig` and `MinistralConfig`:
-        sliding_window: The tokens that a token sees, itself and those before it; None: all.
-        layer_types: "full_attention" or "sliding_attention" for each layer; None means that a window is every layer's.
-            Entries past the last layer are cut.
+        sliding_window: Number of tokens that a token sees: itself and those before it. None means all.
+        layer_types: "full_attention" or "sliding_attention" for each layer. None means that every layer has the window,
+            if there is one. Entries after the last layer are cut.
 
-    Fields of ours:
-        rope_interleave: Whether rotation pairs neighbouring channels (Meta's order) or channel i with i +
-            head_dim / 2 (the order of Hugging Face LLaMA files, whose q and k rows are permuted for it).
-        skip_logits: Which passes with labels compute the loss alone, by pieces of the tokens, and return no logits:
-            those in training (True), those in evaluation too ("always"), or none. A pass's own argument wins.
-        read_from: "mistral" or "ministral" if the configuration was read from transformers' one of that model type. It
-            is written as that again by `layout="stock"`; None: as what the layers need.
+    Fields that only llamoe has:
+        rope_interleave: Whether rotation pairs channels 2i and 2i + 1 (Meta's order), or channels i and i +
+            head_dim / 2 (Hugging Face's order for LLaMA, in whose files the rows of q and k are permuted).
+        skip_logits: Whether a forward pass with labels returns only the loss and no logits, which saves memory: True in
+            training, "always" also in evaluation, False never. An argument of `forward` overrides it.
+        read_from: "mistral" or "ministral" if a transformers configuration of that model type was read. Then
+            `layout="stock"` writes the same model type; with None it chooses by the layers.
     """
 
     model_type = "llamoe_dense"
@@ -227,9 +233,9 @@ class LlamoeDenseConfig(WindowedConfig):
         return data | ({"read_from": data["model_type"]} if data["model_type"] in cls.stock_relatives else {})
 
     def stock_type(self) -> str:
-        """llama; with a window mistral, or ministral where only some layers have it; or what was read, if wider."""
+        """Return llama, mistral if all layers have a window, or ministral if some have; or `read_from`, if it can."""
         kinds = set(self.attention_types())
-        # Stock's Ministral makes a mask of the window even if no layer has one.
+        # transformers' Ministral needs a window, even if no layer uses it.
         if len(kinds) > 1 or (self.read_from == "ministral" and self.sliding_window is not None):
             return "ministral"
         return "mistral" if "sliding_attention" in kinds or self.read_from == "mistral" else "llama"

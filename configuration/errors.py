@@ -1,13 +1,13 @@
-"""The errors that all packages raise: a bad configuration, a bad file."""
+"""The errors that all packages raise, for a wrong configuration or a bad file."""
 
 
 class ConfigurationError(ValueError):
-    """A field that contradicts itself or another one; it is a `ValueError`."""
+    """A `ValueError` for a configuration's field that is invalid, or that contradicts another field."""
 
 
 class CheckpointError(OSError, ValueError, RuntimeError):
-    """A checkpoint's file is missing, damaged, hostile, or does not fit the model.
+    """An error for a checkpoint's file that is missing, damaged or hostile, or does not fit the model.
 
-    It is caught as an `OSError`, which transformers raises for files, as the `ValueError` of a bad argument, and as the
-    `RuntimeError` which torch and transformers raise for weights of another shape.
+    Code that catches the errors of other libraries catches this one, too: transformers raises an `OSError` for files,
+    torch and transformers raise a `RuntimeError` for weights of another shape, and a bad argument is a `ValueError`.
     """

@@ -1,13 +1,13 @@
-"""Declares fields of configurations with their effect and valid range, beside type and default.
+"""Declare fields of configurations with their effect and valid range, beside type and default.
 
 A subclass that only sets another default keeps effect and range:
 
     hidden_size: int = field(4096, "structure", least=1)
     hidden_size: int = 5120
 
-transformers' layout (`to_stock`), what `verify` compares, what `params.json` must say, and the checks of numbers follow
-from these declarations. A field has the name and the default of transformers' class, where that has one; a
-field of ours defaults to what transformers computes.
+Several things follow from these declarations: the checks of numbers, which fields `to_stock` writes, what `verify`
+compares, and what a `params.json` must say. If transformers' class has a field, ours has its name and default. Fields
+that only llamoe has default to what transformers computes.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from .checks import enumerate_words, fail
 
 Effect = Literal["structure", "function", "training", "none"]
 
-# Far above anything published, and small enough that what is made for each layer, expert or entry takes seconds.
+# Far above any published size, and small enough that a loop over layers or experts takes only seconds.
 _MOST_OF_STRUCTURE, _MOST = 1 << 20, 1 << 40
 
 
@@ -25,14 +25,16 @@ class Meaning(NamedTuple):
     """Effect and valid range of a field.
 
     Attributes:
-        effect: what it changes of a forward pass in evaluation, with the same weights and token ids. "function": the
-            result. "structure": the result, too, but other weights may make up for it (sizes, heads, experts, the order
-            of channels). "training": training only, or what is returned beside the predictions. "none": nothing.
-        part: the part of a model that uses it, one of `parts()` of its configuration; None: every model does.
-        stock: what transformers' class does with a field of this name. "read": computes with it, if it has the field;
-            "ignored": computes with the default, whatever it says; "model type": its model types differ in it.
-        least, below, most: the smallest number that is valid, the first one that is too large, and the largest one.
-        choices: the valid values; empty where others than these are.
+        effect: what the field changes in a forward pass in evaluation, with the same weights and token ids.
+            "function": the result. "structure": the result, too, but other weights may compute the same (sizes, heads,
+            experts, the order of channels). "training": only training, or outputs beside the predictions. "none":
+            nothing.
+        part: the part of the model that uses the field, one of `parts()` of its configuration; None if all models do.
+        stock: what transformers' class does with a field of this name. "read": it uses the value, if it has the field.
+            "ignored": it uses the default, whatever the value. "model type": each of its model types has one value.
+        least, most: the smallest and the largest valid number.
+        below: the smallest number that is too large; None to use `most`.
+        choices: all valid values; empty if `choices` does not limit them.
     """
 
     effect: Effect = "function"
@@ -45,15 +47,13 @@ class Meaning(NamedTuple):
 
     @property
     def has_effect(self) -> bool:
-        """Whether the field changes what a model computes in evaluation."""
+        """Return True if the field changes what a model computes in evaluation."""
         return self.effect in ("structure", "function")
 
     def check(self, owner: Any, name: str, value: Any) -> None:
-        """Raise a `ConfigurationError` for a value that is no choice, or a number or length of a list out of range."""
+        """Raise a `ConfigurationError` if the value is not one of the choices, or is a number out of range."""
         if self.choices and value not in self.choices:
             fail(owner, name, value, "no such choice", enumerate_words(map(repr, self.choices)))
-        if isinstance(value, (list, tuple, dict)) and len(value) > _MOST_OF_STRUCTURE:
-            fail(owner, name, value, "is beyond reason", f"at most {_MOST_OF_STRUCTURE} entries")
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             return
         is_above = self.least is None or self.least <= value

@@ -1,8 +1,8 @@
-"""Code references in a saved folder, with which it loads where llamoe is not imported.
+"""Write what a saved folder needs to load in programs that do not import llamoe.
 
-With `trust_remote_code=True` transformers reads `auto_map` in config.json: which class in which file of the folder
-serves which Auto class. Our file holds no model: it imports the installed llamoe, which registers everything.
-`register_for_auto_class`, transformers' own way, would copy our sources into the folder.
+With `trust_remote_code=True` transformers reads the entry `auto_map` of config.json. For each Auto class it names a
+file in the folder and a class in that file. llamoe writes one such file, which only imports the installed llamoe.
+transformers' own way, `register_for_auto_class`, would copy llamoe's source code into the folder.
 """
 
 import json
@@ -16,13 +16,13 @@ from .json_files import write_whole
 
 
 def _decoder(family: str, base: str = "") -> dict[str, str]:
-    """Map Auto classes to the classes of a family of decoders, whose base may have another name."""
+    """Map Auto classes to the model classes of a family of decoders; `base` is the base model's name if it differs."""
     names = ("ForCausalLM", "ForSequenceClassification", "ForTokenClassification")
     heads = {f"AutoModel{head}": f"{family}{head}" for head in names}
     return {"AutoModel": base or f"{family}Model", **heads}
 
 
-# Auto class to the class that it returns, by model type. A folder's `auto_map` and the registration follow it.
+# For each model type, Auto class to the model class that it returns.
 AUTO_CLASSES = {
     "llamoe_dense": {
         **_decoder("LlamoeDense"),
@@ -41,7 +41,7 @@ AUTO_CLASSES = {
 
 MODULE_NAME = "llamoe_hub"
 _FIRST_LINE = '"""Lets transformers load this folder with `trust_remote_code=True`.'
-# transformers says which package the imports of such a file miss.
+# If llamoe is not installed, transformers names it as the package that this file imports.
 MODULE = (
     _FIRST_LINE
     + '''
@@ -53,13 +53,13 @@ from llamoe import *  # noqa: F403
 '''
 )
 
-# How the `save_pretrained` in progress writes the config: None for our layout.
+# Function that makes the content of config.json in the current `save_pretrained`; None for llamoe's layout.
 _converter: ContextVar[Callable[[Any], dict[str, Any]] | None] = ContextVar("llamoe_converter", default=None)
 
 
 @contextmanager
 def written_by(converter: Callable[[Any], dict[str, Any]] | None) -> Iterator[None]:
-    """Enter a context that saves a configuration as the content that `converter` returns; None for our layout."""
+    """Enter a context in which configurations are saved as `converter` returns them; None for llamoe's layout."""
     token = _converter.set(converter)
     try:
         yield
@@ -73,14 +73,14 @@ def is_saving_stock() -> bool:
 
 
 def entries_of_others(auto_map: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the entries of an `auto_map` that do not name our module, with or without `owner/name--` in front."""
+    """Return the entries of an `auto_map` that do not name llamoe's file; a Hub repository may be in front of it."""
     return {name: entry for name, entry in (auto_map or {}).items() if f"{MODULE_NAME}." not in str(entry)}
 
 
-def hub_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments that select where a file is read from: cache, revision, subfolder, token."""
+def hub_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of a call's arguments that say where a file is read from: cache, revision, subfolder, token."""
     names = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
-    return {name: given[name] for name in names if given.get(name) is not None}
+    return {name: arguments[name] for name in names if arguments.get(name) is not None}
 
 
 def is_ours(some_class: type) -> bool:
@@ -91,7 +91,7 @@ def is_ours(some_class: type) -> bool:
 def auto_map(config: Any) -> dict[str, str]:
     """Return the `auto_map` for the folder of a configuration: Auto class to `file.class`.
 
-    `architectures[0]` names the model class in the folder. Entries of a user's own class stay.
+    The first of `architectures` is the folder's model class. If it is a user's class, its entries are kept.
     """
     served = AUTO_CLASSES[config.model_type]
     architecture = (config.architectures or [None])[0]
@@ -107,15 +107,15 @@ def auto_map(config: Any) -> dict[str, str]:
 
 
 def write_config(config: Any, path: Path, content: Mapping[str, Any]) -> None:
-    """Write config.json and, in our layout, the module beside it; in stock's layout remove the module.
+    """Write config.json, and in llamoe's layout llamoe_hub.py beside it; in transformers' layout remove llamoe_hub.py.
 
-    `content` is that of our layout, without `auto_map`.
+    `content` is that of config.json in llamoe's layout, without `auto_map`.
     """
     converter = _converter.get()
     module = path.with_name(f"{MODULE_NAME}.py")
     if converter is not None:
         write_whole(path, as_json(converter(config)))
-        # Another process may have removed it.
+        # Another process may have removed the file meanwhile.
         with suppress(FileNotFoundError):
             if is_our_module(module):
                 module.unlink()
@@ -125,7 +125,7 @@ def write_config(config: Any, path: Path, content: Mapping[str, Any]) -> None:
 
 
 def our_files(config: Any, content: Mapping[str, Any]) -> dict[str, str]:
-    """Return the texts of the files of our layout by name; for the arguments see `write_config`."""
+    """Return name and text of each file that llamoe's layout has; for the arguments see `write_config`."""
     if config.model_type not in AUTO_CLASSES:
         return {"config.json": as_json(content)}
     content = {**content, "auto_map": auto_map(config)}
@@ -133,10 +133,10 @@ def our_files(config: Any, content: Mapping[str, Any]) -> dict[str, str]:
 
 
 def is_our_module(path: Path) -> bool:
-    """Return True if a file is our module, of any release."""
+    """Return True if a file is a llamoe_hub.py that any release of llamoe has written."""
     return path.is_file() and path.read_text(encoding="utf-8", errors="replace").startswith(_FIRST_LINE)
 
 
 def as_json(content: Mapping[str, Any]) -> str:
-    """Format a config.json."""
+    """Format the content of a config.json as text."""
     return json.dumps(content, indent=2, sort_keys=True) + "\n"

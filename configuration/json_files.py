@@ -1,4 +1,4 @@
-"""Reads small files and unambiguous JSON, writes files atomically, and compares versions of a file."""
+"""Read small files and unambiguous JSON, write files atomically, and detect that a file has changed."""
 
 import errno
 import json
@@ -13,15 +13,15 @@ from uuid import uuid4
 
 from .errors import CheckpointError
 
-# For config.json and similar files: labels for 20,000 classes take a megabyte.
+# Largest size in bytes of config.json and similar files: labels for 20,000 classes take a megabyte.
 _MOST_BYTES = 1 << 24
-# Larger limit, for vocabularies and indexes of hundreds of thousands of tensors.
+# Largest size in bytes of vocabularies, and of indexes of hundreds of thousands of tensors.
 LARGE = 1 << 27
 
 
 @contextmanager
 def reading(name: object, *others: type[Exception]) -> Iterator[None]:
-    """Enter a context that turns an `OSError`, or an error of the given classes, into a `CheckpointError` on a path."""
+    """Enter a context that turns an `OSError` and the `others` into a `CheckpointError` that names the file."""
     try:
         yield
     except CheckpointError:
@@ -40,20 +40,20 @@ def check_regular(path: str | os.PathLike) -> os.stat_result:
     """Return the `os.stat` result of a regular file, or of a link to one.
 
     Raises:
-        OSError: it does not exist or is not accessible; an `IsADirectoryError` for a folder.
-        CheckpointError: it is a pipe or a device, which might never end.
+        OSError: the path does not exist or is not accessible; an `IsADirectoryError` if it is a folder.
+        CheckpointError: the path is a pipe or a device, which might be endless.
     """
     status = os.stat(path)
     if stat.S_ISDIR(status.st_mode):
         raise IsADirectoryError(errno.EISDIR, "Is a directory", os.fspath(path))
     if not stat.S_ISREG(status.st_mode):
-        raise CheckpointError(f"{path}: is a pipe or a device, where the checkpoint should have a file.")
+        raise CheckpointError(f"{path}: is a pipe or a device, but a checkpoint needs a file.")
     return status
 
 
 def write_whole(path: str | os.PathLike, text: str) -> None:
     """Write a small file atomically."""
-    # A temporary name of its own, since several processes may write the file at once.
+    # The temporary name is unique, since several processes may write the file at once.
     unfinished = Path(f"{os.fspath(path)}.{uuid4().hex}.tmp")
     try:
         unfinished.write_text(text, encoding="utf-8")
@@ -63,7 +63,7 @@ def write_whole(path: str | os.PathLike, text: str) -> None:
 
 
 class FileStamp(NamedTuple):
-    """Size, time of writing and identity of a file; a different stamp means that the content may differ."""
+    """Size, time of writing and identity of a file; if they are other than before, the content may have changed."""
 
     size: int
     mtime_ns: int
@@ -80,21 +80,21 @@ def read_json(path: str | os.PathLike, most: int = _MOST_BYTES) -> dict[str, Any
     """Return the object in a JSON file of at most `most` bytes.
 
     Raises:
-        CheckpointError: the file is missing, larger than `most`, no JSON, or no object; an object has a name twice,
-            of which readers may take either; a number is NaN.
+        CheckpointError: the file is missing, is larger than `most`, or is not JSON; its content is not an object; an
+            object has a name twice, for which readers may take either value; or a number is NaN.
     """
-    # A name with a zero byte is a ValueError.
+    # A file name with a zero byte raises a ValueError.
     with reading(path, ValueError):
         size = check_regular(path).st_size
         if size > most:
-            raise CheckpointError(f"{path}: has {size} bytes, where at most {most} were expected.")
+            raise CheckpointError(f"{path}: has {size} bytes, but at most {most} were expected.")
         with open(path, "rb") as file:
             raw = file.read(most + 1)
     try:
         content = json.loads(
             raw.decode("utf-8"), object_pairs_hook=without_duplicates, parse_constant=_number
         )
-    # Invalid UTF-8 or JSON, or too long numbers or too deep nesting.
+    # Invalid UTF-8 or JSON, or numbers that are too long, or objects that are nested too deeply.
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: is not a valid JSON file ({str(error)[:200]}).") from error
     if not isinstance(content, dict):
@@ -103,15 +103,16 @@ def read_json(path: str | os.PathLike, most: int = _MOST_BYTES) -> dict[str, Any
 
 
 def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object's pairs as a dict, for `object_pairs_hook`; `ValueError` for a name that occurs twice."""
+    """Return the pairs of a JSON object as a dict, for `json.loads`; raise a `ValueError` if a name occurs twice."""
     content = dict(pairs)
     if len(content) < len(pairs):
         twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
-        raise ValueError(f"{twice[:99]!r} stands twice in one object")
+        raise ValueError(f"{twice[:99]!r} occurs twice in one object")
     return content
 
 
 def _number(name: str) -> float:
+    """Convert one of JSON's constants "Infinity", "-Infinity" and "NaN"; raise a `ValueError` for the last."""
     if name == "NaN":
         raise ValueError("NaN is not a number")
     return float(name)

@@ -1,8 +1,8 @@
 """Compute the bytes of the KV cache from a configuration's fields.
 
-In a chunked or sliding layer transformers' caches keep one token less than a chunk or window has, and the tokens of the
-latest forward call. In every other layer they keep all tokens. So after a prompt that is read in one call every layer
-keeps all of it until the next call, and a plan must count it.
+In a layer with chunks or a sliding window, transformers' caches keep the tokens of the latest forward call, and before
+them one token less than a chunk or window has. In other layers they keep all tokens. So if a prompt is read in one
+call, every layer keeps the whole prompt until the next call.
 """
 
 from .base import LlamoeBaseConfig
@@ -10,7 +10,7 @@ from .sizes import count_of
 
 
 def default_context(config: LlamoeBaseConfig) -> int:
-    """Return the default number of tokens of a planned cache: 8192, or the model's limit if lower."""
+    """Return the default number of tokens of a planned cache: 8192, or the model's limit if that is lower."""
     return min(8192, config.get_text_config().max_position_embeddings)
 
 
@@ -19,8 +19,11 @@ def cache_tokens(config: LlamoeBaseConfig, context: int, piece: int = 1) -> list
 
     Args:
         config: A decoder's configuration, or a multimodal one.
-        context: Tokens of the prompt and the answer together.
-        piece: Prompt tokens in one forward call: all of them, or `prefill_chunk_size` of `generate`.
+        context: Number of tokens of the prompt and the answer together.
+        piece: Number of prompt tokens in one forward call: all of them, or `prefill_chunk_size` of `generate`.
+
+    Raises:
+        ValueError: `context` is not a number from 1 to the model's limit, or `piece` not one from 1 to `context`.
     """
     text = config.get_text_config()
     for name, value, most in (("context", context, text.max_position_embeddings), ("piece", piece, context)):
@@ -36,11 +39,11 @@ def cache_tokens(config: LlamoeBaseConfig, context: int, piece: int = 1) -> list
 def cache_bytes(
     config: LlamoeBaseConfig, context: int, batch_size: int = 1, element_size: int = 2, piece: int = 1
 ) -> list[int]:
-    """Return the largest bytes of each layer's cache: keys and values, for every key/value head, token and row.
+    """Return the largest size in bytes of each layer's cache of keys and values.
 
     Args:
         config, context, piece: As in `cache_tokens`.
-        batch_size: Rows.
+        batch_size: Number of rows.
         element_size: Bytes of a number: 2 in bfloat16.
     """
     text = config.get_text_config()

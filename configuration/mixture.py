@@ -1,12 +1,12 @@
 """Configurations of decoders with mixtures of experts: Llama 4's and Mixtral's.
 
-Both have a `MixtureConfig`'s fields, which say how a router chooses and weighs. Field names and defaults are those of
-transformers' `Llama4TextConfig` and `MixtralConfig`, so a stock `config.json` is valid input; fields of ours default to
-stock's behaviour.
+Both have the fields of `MixtureConfig`, which describe how the router chooses and weighs experts. Names and defaults of
+the fields are those of transformers' `Llama4TextConfig` and `MixtralConfig`, so their `config.json` is valid input.
+Fields that only llamoe has default to what transformers computes.
 
 Sources: Meta's reference implementation of Llama 4, Mixtral of Experts (Jiang et al., 2024, arXiv:2401.04088), Switch
 Transformer (Fedus et al., 2021, arXiv:2101.03961) for the load-balancing loss and the capacity factor, ST-MoE (Zoph et
-al., 2022, arXiv:2202.08906) for the z-loss, Wang et al. (2024, arXiv:2408.15664) for the bias that balances.
+al., 2022, arXiv:2202.08906) for the z-loss, Wang et al. (2024, arXiv:2408.15664) for the balancing bias.
 """
 
 from dataclasses import replace
@@ -22,30 +22,30 @@ class MixtureConfig(DecoderConfig):
     """A decoder of which some or all layers are mixtures of experts; the subclasses set the defaults.
 
     Fields of transformers' `Llama4TextConfig` and `MixtralConfig`:
-        num_local_experts: Experts in a mixture (also readable as `num_experts`). Where no layer is a mixture,
-            both may be 0, as Llama Guard 4 has them.
-        num_experts_per_tok: Experts that a token is sent to, besides a shared one.
-        output_router_logits: Whether the outputs hold router logits, and the loss the load-balancing term.
+        num_local_experts: Number of routed experts in a mixture (also readable as `num_experts`). It may be 0 if no
+            layer is a mixture, as in Llama Guard 4.
+        num_experts_per_tok: Number of routed experts that compute a token.
+        output_router_logits: Whether outputs contain the router logits, and the loss the load-balancing loss.
         router_aux_loss_coef: Weight of the load-balancing loss.
-        router_jitter_noise: Half-width of the uniform noise that in training multiplies the router's input, and where
-            `router_jitter_reaches_experts` the experts' too.
+        router_jitter_noise: In training the router's input is multiplied by uniform noise from 1 minus this number to 1
+            plus this number. In Mixtral the experts' input is multiplied by the same noise.
 
-    Fields of ours, the routing rule, by the names that transformers, Megatron-core and vLLM have for them:
-        router_score_function: "sigmoid" or "softmax": what makes a score of a logit, in float32.
-        router_pre_softmax: Whether the softmax is taken over all experts, before the best are chosen by it, or over the
-            chosen ones.
+    Fields that only llamoe has, for the routing rule, with names from transformers, Megatron-core and vLLM:
+        router_score_function: "sigmoid" or "softmax", the function that maps logits to scores, in float32.
+        router_pre_softmax: Whether the softmax is over the logits of all experts, before the best are chosen, or over
+            the logits of the chosen experts.
         norm_topk_prob: Whether the scores of the chosen experts are divided by their sum.
-        apply_router_weight_on_input: Whether a score multiplies an expert's input, or its output.
-        use_shared_expert: Whether one more expert of the same size sees every token.
+        apply_router_weight_on_input: Whether a score multiplies the expert's input or its output.
+        use_shared_expert: Whether a shared expert, of the size of a routed one, computes every token.
 
-    Fields of ours for training:
+    Fields that only llamoe has, for training:
         router_z_loss_coef: Weight of the mean squared log-sum-exp of the router logits; 0 is off.
-        router_dropout: Probability of dropping a router logit in training.
-        expert_capacity_factor: In training an expert takes at most this times its fair share of the tokens; None: no
+        router_dropout: Probability of dropping a router logit.
+        expert_capacity_factor: An expert computes at most this many times its equal share of the tokens; None means no
             limit.
-        router_balancing: "bias" adds a bias to the router's logits where experts are chosen, and only there; training
-            moves it until the experts share the tokens (`llamoe.watch_routers`). None: no bias.
-        output_expert_load: Whether the outputs count the tokens that chose each expert.
+        router_balancing: "bias" adds a bias to the router logits when experts are chosen, but not to their scores.
+            `llamoe.watch_routers` changes the bias in training until all experts get equally many tokens.
+        output_expert_load: Whether outputs contain the number of tokens that chose each expert.
     """
 
     attribute_map: ClassVar[dict[str, str]] = {"num_experts": "num_local_experts"}
@@ -76,39 +76,39 @@ class MixtureConfig(DecoderConfig):
         super().validate_architecture()
         chosen, experts = self.num_experts_per_tok, self.num_local_experts
         if self.moe_layers and not 1 <= chosen <= experts:
-            fail(self, "num_experts_per_tok", chosen, f"of num_local_experts = {experts}", f"1 to {experts}")
+            problem = f"there are num_local_experts = {experts}"
+            fail(self, "num_experts_per_tok", chosen, problem, f"1 to {experts}")
         if self.router_pre_softmax and self.router_score_function != "softmax":
-            problem = f"there is no softmax where router_score_function is {self.router_score_function!r}"
+            problem = f"router_score_function = {self.router_score_function!r} has no softmax"
             fail(self, "router_pre_softmax", True, problem, 'False, or router_score_function="softmax"')
 
 
 class LlamoeTextConfig(MixtureConfig):
-    """The decoder of Llama 4: dense and mixture layers, rotary and position-free layers, chunked attention.
+    """The decoder of Llama 4: dense and mixture layers, layers with and without rotation, chunked attention.
 
-    Fields of transformers' `Llama4TextConfig`, same names and defaults; those not named here are as in
-    `LlamoeDenseConfig` and `MixtureConfig`:
+    Fields of transformers' `Llama4TextConfig`, same names and defaults; for other fields see `LlamoeDenseConfig` and
+    `MixtureConfig`:
         intermediate_size: Inner width of each expert and of the shared expert.
         intermediate_size_mlp: Inner width of a dense layer's feed-forward.
-        head_dim: Width of a head, 128 whatever the hidden size; None means `hidden_size /
-            num_attention_heads`.
-        moe_layers: Indices of the mixture layers; None means every `interleave_moe_layer_step`-th, [] means
-            none.
-        interleave_moe_layer_step: Distance between mixture layers; 0 means none, where `moe_layers` names none.
-        use_qk_norm: Whether the rotary layers normalise queries and keys.
-        no_rope_layers: For each layer 1 if it rotates, 0 if not (the opposite of the name, as in stock). None or
-            empty: one layer without rotation every `no_rope_layer_interval`.
-        no_rope_layer_interval: Distance between position-free layers; None or 0 means that every layer rotates.
-        attention_chunk_size: Tokens in an attention chunk; None (or 0) switches chunks off, even if `layer_types`
-            asks for them.
-        layer_types: "full_attention" or "chunked_attention" for each layer; None means chunked in layers that rotate.
-            Of this and the other lists what they say of layers past the last is left out.
-        attn_temperature_tuning: Whether position-free layers scale queries with their position. The first release
-            wrote an integer here, which counts as a truth value.
-        floor_scale, attn_scale: Tokens until that scaling begins, and its strength.
+        head_dim: Width of a head, by default 128 for any hidden size; None means `hidden_size / num_attention_heads`.
+        moe_layers: Indices of the mixture layers. None means one in every `interleave_moe_layer_step`; [] means none.
+        interleave_moe_layer_step: Distance between mixture layers; 0 means that there are none.
+        use_qk_norm: Whether layers with rotation normalise queries and keys.
+        no_rope_layers: For each layer, 1 if it has rotary embeddings and 0 if not (the opposite of the name, as in
+            transformers). None or [] means one layer without rotation in every `no_rope_layer_interval`.
+        no_rope_layer_interval: Distance between layers without rotation; None or 0 means that there are none.
+        attention_chunk_size: Number of tokens in an attention chunk. With None or 0 all layers have full attention,
+            whatever `layer_types` says.
+        layer_types: "full_attention" or "chunked_attention" for each layer. None means chunks in layers with rotation.
+            Entries of this and the other lists for layers that do not exist are cut.
+        attn_temperature_tuning: Whether layers without rotation scale queries with their position. An integer, which
+            files of the first release have, means True unless it is 0.
+        floor_scale: Number of tokens after which this scaling begins.
+        attn_scale: Strength of this scaling.
 
-    Fields of ours, besides those of `MixtureConfig`:
-        rope_interleave: As in `LlamoeDenseConfig`; Llama 4 keeps Meta's order.
-        mlp_bias: Whether dense feed-forwards and shared experts have biases; routed experts never do.
+    Fields that only llamoe has, besides those of `MixtureConfig`:
+        rope_interleave: As in `LlamoeDenseConfig`; by default True, the order of channels in Llama 4's files.
+        mlp_bias: Whether dense feed-forwards and shared experts have biases; routed experts never have.
     """
 
     model_type = "llamoe_text"
@@ -154,7 +154,7 @@ class LlamoeTextConfig(MixtureConfig):
     use_shared_expert: bool = True
 
     def __post_init__(self, **kwargs):
-        """Fill the fields that follow from others, those of each layer included."""
+        """Set the fields that follow from others, such as the lists with an entry for each layer."""
         count, step = self.num_hidden_layers, self.interleave_moe_layer_step
         if not self.no_rope_layers:
             interval = self.no_rope_layer_interval
@@ -184,29 +184,25 @@ class LlamoeTextConfig(MixtureConfig):
         )
 
     def validate_layer_type(self) -> None:
-        """Check the lists that say something of layers."""
+        """Check the lists with entries for layers."""
         super().validate_layer_type()
         self._check_entries("no_rope_layers")
         count = self.num_hidden_layers
         self.moe_layers = [idx for idx in self.moe_layers or () if idx < count]
         if len(set(self.moe_layers)) < len(self.moe_layers) or min(self.moe_layers, default=0) < 0:
-            fail(self, "moe_layers", self.moe_layers, "names layers", f"each layer of 0 to {count - 1} once")
+            problem = "a layer is negative or occurs twice"
+            fail(self, "moe_layers", self.moe_layers, problem, f"layers from 0 to {count - 1}, each once")
 
     def _rotary_multiple(self) -> int:
         return 2 if any(self.no_rope_layers) else 0
 
 
 class LlamoeMixtralConfig(MixtureConfig, WindowedConfig):
-    """The decoder of Mixtral: every layer a mixture, softmax over the experts, the chosen scores normalised.
+    """The decoder of Mixtral: every layer is a mixture, and the softmax scores of the chosen experts are normalised.
 
-    Fields of transformers' `MixtralConfig`, same names and defaults; those not named here are as in
-    `LlamoeDenseConfig` and `MixtureConfig`:
-        intermediate_size: Inner width of each expert, and of a shared one.
-        sliding_window: The tokens that a token sees, itself and those before it; None: all.
-
-    Fields of ours, besides those of `MixtureConfig`:
-        layer_types: As in `LlamoeDenseConfig`.
-        rope_interleave: As in `LlamoeDenseConfig`.
+    Names and defaults are those of transformers' `MixtralConfig`; for other fields see `LlamoeDenseConfig` and
+    `MixtureConfig`:
+        intermediate_size: Inner width of each expert, and of the shared expert if there is one.
     """
 
     model_type = "llamoe_mixtral"
@@ -233,10 +229,10 @@ class LlamoeMixtralConfig(MixtureConfig, WindowedConfig):
 
     @property
     def base_model_tp_plan(self) -> dict[str, str]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Tensor-parallel plan: module pattern to style, with the shared expert's modules if the model has one."""
+        """Return the tensor-parallel plan, with entries for the shared expert if the model has one."""
         return MIXTRAL_TP | (MIXTRAL_SHARED_TP if self.use_shared_expert else {})
 
     @property
     def moe_layers(self) -> list[int]:
-        """Indices of the mixture layers: all."""
+        """Return the indices of the mixture layers, which are all layers."""
         return list(range(self.num_hidden_layers))

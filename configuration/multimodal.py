@@ -1,8 +1,7 @@
 """Configuration of the multimodal model: a vision tower, a projector and a text decoder.
 
-Field names and defaults are those of transformers' `Llama4Config`, so a published `config.json` of Llama 4 is valid
-input. Nested configurations are built here, not by transformers, whose way of building them differs between supported
-releases.
+Names and defaults of the fields are those of transformers' `Llama4Config`, so a `config.json` of Llama 4 is valid
+input. The nested configurations are built here, because transformers' releases build them in different ways.
 """
 
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -19,19 +18,19 @@ _LABELS = ("id2label", "label2id", "problem_type")
 
 
 class LlamoeConfig(LlamoeBaseConfig):
-    """Llama 4 as a whole.
+    """The configuration of Llama 4 with vision tower and decoder.
 
     Fields of transformers' `Llama4Config`, same names and defaults:
-        text_config: A `LlamoeTextConfig`, or a dictionary or stock configuration from which one is made; None for the
+        text_config: A `LlamoeTextConfig`, or a dictionary or transformers configuration to make one of; None for the
             defaults.
-        vision_config: The same for a `LlamoeVisionConfig`.
-        boi_token_index, eoi_token_index: Tokens around a picture (also readable as `boi_token_id`,
+        vision_config: A `LlamoeVisionConfig`, in the same forms.
+        boi_token_index, eoi_token_index: Ids of the tokens around a picture (also readable as `boi_token_id`,
             `eoi_token_id`).
-        image_token_index: The token that a picture's features replace (also readable as `image_token_id`).
-        tie_word_embeddings: As in stock: the text configuration's field of the same name decides for its head.
+        image_token_index: Id of the token that a picture's features replace (also readable as `image_token_id`).
+        tie_word_embeddings: Without effect, as in transformers: the field of `text_config` decides.
 
-    Labels (`num_labels`, `id2label`, `label2id`, `problem_type`) given for the whole are passed to the text
-    configuration, whose classifier they describe, and so is an assigned `skip_logits`: the text part has the head.
+    Labels (`num_labels`, `id2label`, `label2id`, `problem_type`) and an assigned `skip_logits` are passed to
+    `text_config`, because the decoder has the head that uses them.
     """
 
     model_type = "llamoe"
@@ -62,7 +61,7 @@ class LlamoeConfig(LlamoeBaseConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs):
-        """Build a configuration as `LlamoeBaseConfig.from_dict` does; fields of training go to its text part."""
+        """Build a configuration as `LlamoeBaseConfig.from_dict` does; pass fields of training to `text_config`."""
         text, vision = LlamoeTextConfig.meanings, LlamoeVisionConfig.meanings
         of_training = [
             name for name, meaning in text.items() if meaning.effect == "training" and name not in vision
@@ -73,13 +72,13 @@ class LlamoeConfig(LlamoeBaseConfig):
         return super().from_dict(config_dict, **kwargs)
 
     def __post_init__(self, **kwargs):
-        """Fill in the nested configurations that were not given."""
+        """Create the nested configurations that are not given."""
         for name in self.sub_configs:
             if getattr(self, name) is None:
                 setattr(self, name, {})
         text = self.text_config
         labels = {name: getattr(text, name) for name in _LABELS}
-        # Fills in labels if none were given, and passes them on.
+        # Sets default labels if none are given, also in `text_config`.
         super().__post_init__(**kwargs)
         if "num_labels" not in kwargs and self.id2label == PreTrainedConfig().id2label:
             labels["problem_type"] = self.problem_type or labels["problem_type"]
@@ -89,7 +88,7 @@ class LlamoeConfig(LlamoeBaseConfig):
             setattr(text, name, value)
 
     def __setattr__(self, name, value):
-        """Set an attribute; a dictionary or stock configuration becomes a nested configuration of ours."""
+        """Set an attribute; convert a nested dictionary or transformers configuration to llamoe's class."""
         text = self.__dict__.get("text_config")
         if name == "skip_logits" and isinstance(text, LlamoeTextConfig):
             # The output head belongs to the text part, which reads this field.
@@ -118,17 +117,17 @@ class LlamoeConfig(LlamoeBaseConfig):
             part.validate()
 
     def check_multimodal(self) -> None:
-        """Check that tower, projector and decoder fit together; `ValueError` if they do not.
+        """Check that tower, projector and decoder fit together; raise a `ValueError` if they do not.
 
-        The class defaults do not, as in stock (the tower ends with 4096 channels, the projector reads 7680). So this
-        is not a part of `validate`; a model's constructor calls it.
+        The class defaults do not fit, as in transformers (the tower ends with 4096 channels, the projector reads 7680).
+        So a model's constructor calls this method, but `validate` does not.
         """
         vision = self.vision_config
         # Fields may have been assigned after the constructor checked them.
         vision.validate()
         if not vision.use_adapter:
-            problem = "the projector reads what the adapter makes"
-            fail(self, "vision_config.use_adapter", False, problem, "True, or the tower by itself")
+            problem = "the projector reads the adapter's output"
+            fail(self, "vision_config.use_adapter", False, problem, "True; use the tower alone without it")
         if vision.projector_output_dim != vision.vision_output_dim:
             problem = f"differs from vision_config.projector_output_dim = {vision.projector_output_dim}"
             valid = f"{vision.projector_output_dim} (or change both)"

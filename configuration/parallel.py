@@ -1,17 +1,17 @@
-"""Plans of how each model is distributed over several devices, in transformers' terms, as data.
+"""Plans that divide each model among several devices, as data for transformers.
 
-A plan maps a module or parameter of the base model (`*` stands for a layer's number) to transformers' style for it. A
-configuration has the plans of its base model, each head those of its additions, and `post_init` joins them.
-transformers warns of rules for parts that a model lacks, such as the dense layers of a Llama 4 of mixtures alone.
+A plan maps names of modules or parameters (`*` stands for a layer's number) to the style in which transformers divides
+them. Configurations have the plans of the base model. Models with a head add the plans below for the head.
+transformers warns of entries for parts that a model lacks, such as the dense layers of a Llama 4 with mixtures only.
 
-* Tensor parallel: `colwise` splits a linear layer's outputs, `rowwise` its inputs, so that the pair needs one sum at
-  its end. Llama 4's stacked experts are `[E, in, out]`, transposed against a linear layer's weight: the style that
-  splits their outputs is called rowwise. "Packed" means that gate and up are each split by themselves.
-* Expert parallel: whole experts on each device. Rows arrive scaled by their router score, with weights of one, so
-  transformers' dispatch also suits routing that scales the input.
-* Pipeline parallel: the children in the order in which they run, with the names of their inputs and outputs.
-* FSDP2: modules that are gathered and freed by themselves; the last modules keep their weights, as they come first in
-  backward.
+* Tensor parallelism: `colwise` splits the outputs of a linear layer, `rowwise` its inputs. A `colwise` layer followed
+  by a `rowwise` one needs a single sum over devices. For Llama 4's stacked experts `[E, in, out]`, which are transposed
+  weights of linear layers, `rowwise` splits the outputs. "Packed" styles split gate and up separately.
+* Expert parallelism: each device has whole experts. transformers' dispatch suits Llama 4's routing, too: rows are
+  scaled by the router's scores before dispatch, and their weights are 1.
+* Pipeline parallelism: the child modules in the order in which they run, with the names of their inputs and outputs.
+* FSDP2: the modules whose weights are gathered separately, and freed after their forward. The last modules keep their
+  weights, because the backward pass needs them first.
 """
 
 ATTENTION_TP = {
@@ -79,7 +79,7 @@ VISION_TP = {
 VISION_FSDP = {"model.layers.*": "free_full_weight"}
 
 
-# Plans of the language model head.
+# Plans of the output head.
 HEAD_TP = {"lm_head": "colwise_gather_output"}
 HEAD_PP = {"lm_head": (["hidden_states"], ["logits"])}
 HEAD_FSDP = {"lm_head": "keep_full_weight"}

@@ -1,7 +1,7 @@
-"""Number of a model's parameters, from its configuration's fields alone.
+"""Count a model's parameters from its configuration's fields.
 
-It counts the model in a checkpoint: a decoder with its output head, a tower with its adapter or CLIP head, or all of
-these with the projector. Norms of queries and keys have no weights, nor have rotary embeddings.
+The count is of the model in a checkpoint: a decoder with its output head, a vision tower with its adapter or CLIP head,
+or a multimodal model of both and a projector. Norms of queries and keys and rotary embeddings have no parameters.
 """
 
 from dataclasses import dataclass
@@ -17,10 +17,10 @@ class ParameterCount:
     """Numbers of a model's parameters.
 
     Attributes:
-        total: All of them; a tied output head counts once.
-        active: Those that one token uses: `total` less the experts that were not chosen. Embeddings, output head,
-            router, shared expert and, in a multimodal model, tower and projector count in full. Llama 4's published
-            "17B active" leaves the tower out: the decoder alone has 17.2 billion in Scout and in Maverick.
+        total: All parameters; those of a tied output head count once.
+        active: Parameters that one token uses: `total` without the experts that were not chosen. In a multimodal model
+            they include tower and projector. Llama 4's published "17B active" does not: the decoder alone has 17.2
+            billion in Scout and in Maverick.
     """
 
     total: int

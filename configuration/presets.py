@@ -1,4 +1,4 @@
-"""Configurations of every published size, as data.
+"""Configurations of published models, as data.
 
 Sources: the papers and `params.json` files of LLaMA (arXiv:2302.13971), Llama 2 (arXiv:2307.09288) and Llama
 3 (arXiv:2407.21783); the published configurations of Llama 4 (pretrained releases; the instruction-tuned ones
@@ -6,8 +6,8 @@ differ in `max_position_embeddings`, 10485760 for Scout and 1048576 for Maverick
 `params.json` files of Mistral 7B (arXiv:2310.06825) and Mixtral (arXiv:2401.04088), base and instruction-tuned alike;
 open_clip's configurations of the MetaCLIP towers.
 
-MetaCLIP's activation belongs to the weights, not to the shape: the presets have QuickGELU, as the first release and
-MetaCLIP 2's ViT-H at 224 pixels. The "altogether" ViT-H and the rest of MetaCLIP 2 have GELU.
+MetaCLIP's releases differ in the activation function. The presets have QuickGELU, as the first release and MetaCLIP 2's
+ViT-H at 224 pixels. The "altogether" ViT-H and the other towers of MetaCLIP 2 have GELU.
 """
 
 from collections.abc import Mapping
@@ -132,18 +132,18 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "metaclip-g14": _metaclip(14, 48, 1664, 16, 8192, 1280),
     }
 )
-"""Name to model type and fields; read-only at the top level, and `preset` copies them."""
+"""Name of each published model to its model type and fields. It cannot be changed; `preset` returns copies."""
 
 
 def preset(name: str, **overrides: Any) -> LlamoeBaseConfig:
-    """Return a new configuration of a published model, one of `PRESETS`.
+    """Return a new configuration of a published model.
 
     Args:
-        name: Name of the preset.
-        **overrides: Fields to change; a dictionary for `text_config` or `vision_config` changes fields inside it.
+        name: Name of the model, a key of `PRESETS`.
+        **overrides: Fields with other values; a dictionary for `text_config` or `vision_config` changes its fields.
     """
     if name not in PRESETS:
-        raise ValueError(f"no preset is called {name!r}; valid: {', '.join(PRESETS)}")
+        raise ValueError(f"There is no preset {name!r}; valid: {', '.join(PRESETS)}")
     config_class = READERS[PRESETS[name]["model_type"]]
     result: Any = config_class.from_dict(dict(PRESETS[name]), return_unused_kwargs=True, **overrides)
     config, unknown = result

@@ -1,4 +1,4 @@
-"""Which weights are quantized, and how: llamoe's own formats, made for the CPU's kernels."""
+"""Configuration of llamoe's own quantized formats, which its kernels for CPUs and GPUs multiply."""
 
 from typing import Any
 
@@ -9,37 +9,38 @@ from .errors import ConfigurationError
 METHOD = "llamoe"
 """The `quant_method` in a folder's config.json."""
 FORMAT_VERSION = 1
-"""Version of the layout of packed tensors in files. A newer one is refused."""
+"""Version of the layout of packed tensors in files. Newer versions are refused."""
 WEIGHTS = ("int4", "int8")
 ACTIVATIONS = ("int8", "float")
 GROUP_SIZES = (32, 64, 128, 256)
-"""Sizes of a group that torch's 4-bit kernel knows."""
+"""Numbers of inputs that may share a scale."""
 
 
 class QuantizationConfig(QuantizationConfigMixin):
     """Routed experts and linear layers of the decoder in 4 or 8 bits, for `from_pretrained(quantization_config=…)`.
 
-    Embeddings, output head, norms, routers, vision tower and projector stay in 16 bit. Products are computed in
+    Embeddings, output head, norms, routers, vision tower and projector stay in 16 bits. Products are computed in
     bfloat16, to which a model of another dtype is cast.
 
-    For a folder that is quantized already it may choose `activations` alone; what else is given must be the folder's.
+    For a folder that is quantized already it chooses `activations` alone; transformers warns that all else is ignored.
 
     Attributes:
         weights: "int4" (a scale and a zero point for each group of inputs; the default) or "int8" (a scale for each
             output).
-        group_size: for int4: inputs that share a scale; 32, 64, 128 or 256. None for int8.
+        group_size: number of inputs that share a scale in int4: 32 (the default), 64, 128 or 256. None for int8.
         experts: whether routed experts are quantized.
         linears: whether linear layers are quantized.
-        search: whether scales are chosen that minimise the squared error; without, they span the largest weights. Only
-            quantizing knows it, not a stored folder.
-        activations: what llamoe's kernels for CPUs do to rows: "int8" (the default) quantizes them to 8 bits, with a
-            scale for each 32 inputs, which is up to twice as fast; "float" leaves them as they are, as training does.
-        modules_to_not_convert: a name, or names, of more modules that stay in 16 bit, with or without what stands
-            before `layers`, or the ends of their names; or None.
+        search: whether to search the scales with the least squared error. If not, scales follow from the largest
+            weights. It has no effect on a folder that is quantized already.
+        activations: precision of the inputs of llamoe's kernels for CPUs. "int8" (the default) quantizes inputs to 8
+            bits, with a scale for each 32 of them, which is up to twice as fast. "float" does not quantize them;
+            training never does.
+        modules_to_not_convert: names of further modules that stay in 16 bits, or one name, or None. A name may begin
+            at `layers`, and the end of a name is enough.
         format_version: version of the layout in files.
     """
 
-    # No field of the dict: names of what was given, since defaults ask for nothing of a folder.
+    # Names of the arguments that were not None: a quantized folder must have the same values. Not a field of the dict.
     __slots__ = ("given",)
 
     def __init__(
@@ -56,7 +57,7 @@ class QuantizationConfig(QuantizationConfigMixin):
     ):
         chosen = dict(weights=weights, group_size=group_size, activations=activations)
         self.given = {name for name, value in chosen.items() if value is not None}
-        # transformers' own methods are an enumeration, others are texts.
+        # transformers' own methods are members of an enumeration, others are texts.
         self.quant_method: Any = METHOD
         self.weights = WEIGHTS[0] if weights is None else weights
         self.group_size = 32 if group_size is None and self.weights == "int4" else group_size
@@ -67,13 +68,13 @@ class QuantizationConfig(QuantizationConfigMixin):
         self.modules_to_not_convert = [names] if isinstance(names, str) else names
         self.format_version = format_version
         self.activations = ACTIVATIONS[0] if activations is None else activations
-        # `quant_method` is what transformers writes beside our fields.
-        if kwargs.pop("quant_method", METHOD) != METHOD:
-            raise ConfigurationError(f"QuantizationConfig is for quant_method={METHOD!r} alone.")
+        # transformers adds `quant_method` to the fields when it saves.
+        if (method := kwargs.pop("quant_method", METHOD)) != METHOD:
+            raise ConfigurationError(f"quant_method={method!r}: QuantizationConfig is only for {METHOD!r}.")
         self._check(kwargs)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields as a dict, without a default `activations`, which earlier versions cannot read."""
+        """Return the fields as a dict, without `activations` if it is the default: older versions do not read it."""
         fields = super().to_dict()
         if fields.get("activations") == ACTIVATIONS[0]:
             del fields["activations"]
@@ -83,11 +84,11 @@ class QuantizationConfig(QuantizationConfigMixin):
         version, size, names = self.format_version, self.group_size, self.modules_to_not_convert
         if type(version) is not int or not 1 <= version <= FORMAT_VERSION:
             raise ConfigurationError(
-                f"quantization_config has format_version={version!r}, but this llamoe reads up to {FORMAT_VERSION}: "
-                "update llamoe, or load the unquantized checkpoint."
+                f"quantization_config has format_version={version!r}, but this llamoe reads versions up to "
+                f"{FORMAT_VERSION}: update llamoe, or load the checkpoint that is not quantized."
             )
         if unknown:
-            raise ConfigurationError(f"QuantizationConfig has no {', '.join(sorted(unknown))}.")
+            raise ConfigurationError(f"QuantizationConfig has no field {', '.join(sorted(unknown))}.")
         is_group = type(size) is int and size in GROUP_SIZES
         are_names = isinstance(names, list | tuple) and all(isinstance(name, str) and name for name in names)
         valid = {
@@ -95,33 +96,28 @@ class QuantizationConfig(QuantizationConfigMixin):
             "activations": (self.activations in ACTIVATIONS, " or ".join(map(repr, ACTIVATIONS))),
             "group_size": (
                 is_group if self.weights == "int4" else size is None,
-                f"{', '.join(map(str, GROUP_SIZES))} for int4, which has a kernel for these; None for int8",
+                f"{', '.join(map(str, GROUP_SIZES))} for int4; None for int8",
             ),
-            "linears": (isinstance(self.linears, bool), "True or False"),
-            "search": (isinstance(self.search, bool), "True or False"),
-            "experts": (
-                isinstance(self.experts, bool) and (self.experts or self.linears),
-                "True, or False where linears are quantized",
-            ),
-            "modules_to_not_convert": (names is None or are_names, "a list of modules' names"),
+            "experts": (self.experts or self.linears, "True if linears is False"),
+            "modules_to_not_convert": (names is None or are_names, "a list of names of modules"),
         }
-        for name, (is_valid, what) in valid.items():
+        for name, (is_valid, choices) in valid.items():
             if not is_valid:
-                raise ConfigurationError(f"{name}={getattr(self, name)!r}: choose {what}.")
+                raise ConfigurationError(f"{name}={getattr(self, name)!r}: choose {choices}.")
 
 
-def as_quantization(given: "QuantizationConfig | str | None") -> QuantizationConfig | None:
-    """Convert a text to a `QuantizationConfig`: "int8", "int4", or "int4:128" with the size of its groups.
+def as_quantization(quantization: "QuantizationConfig | str | None") -> QuantizationConfig | None:
+    """Convert a text to a `QuantizationConfig`: "int8", "int4", or "int4:128" for groups of 128 inputs.
 
     Raises:
-        ConfigurationError: no such format.
+        ConfigurationError: there is no such format.
     """
-    if given is None or isinstance(given, QuantizationConfig):
-        return given
-    weights, _, size = str(given).partition(":")
-    if weights not in WEIGHTS or not isinstance(given, str) or (size and not size.isdecimal()):
+    if quantization is None or isinstance(quantization, QuantizationConfig):
+        return quantization
+    weights, _, size = str(quantization).partition(":")
+    if weights not in WEIGHTS or (size and not size.isdecimal()):
         raise ConfigurationError(
-            f'quantization={given!r}: give a QuantizationConfig, or "int8", "int4" or "int4:128", whose groups have '
-            "128 inputs."
+            f'quantization={quantization!r}: give a QuantizationConfig, or "int8", "int4" or "int4:128", whose groups '
+            "have 128 inputs."
         )
     return QuantizationConfig(weights, int(size) if size else None)

@@ -1,4 +1,4 @@
-"""LLaMA's own training recipe, for Trainer."""
+"""The training recipe of the LLaMA paper, as arguments of transformers' Trainer."""
 
 from os import PathLike
 from typing import TYPE_CHECKING, Any
@@ -10,24 +10,24 @@ from .parameter_count import count_parameters
 if TYPE_CHECKING:
     from transformers import TrainingArguments
 
-# The argument's current name, and the former one.
+# Two names of one argument of `TrainingArguments`: the current one, and the former one.
 _CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")
 
 
 def llama_recipe(
     output_dir: str | PathLike, config: DecoderConfig | LlamoeConfig | None = None, **options: Any
 ) -> "TrainingArguments":
-    """Return the arguments of LLaMA's training (Touvron et al. 2023, section 2.3) that Trainer has.
+    """Return Trainer's arguments for LLaMA's training recipe (Touvron et al. 2023, section 2.3).
 
-    AdamW with betas of 0.9 and 0.95, a weight decay of 0.1 on all weights but norms and biases, a cosine that ends at a
-    tenth of the rate after 2,000 steps of warm-up, gradients clipped at a norm of 1, bfloat16, and checkpointing
-    without reentrance. The paper's batches had 4 million tokens: choose `per_device_train_batch_size` and
-    `gradient_accumulation_steps` for that.
+    The recipe is AdamW with betas of 0.9 and 0.95, a weight decay of 0.1 on all weights except norms and biases, 2,000
+    steps of warm-up and then a cosine that ends at a tenth of the learning rate, gradients clipped at a norm of 1,
+    bfloat16, and activation checkpointing without reentrance. The paper's batches had 4 million tokens: choose
+    `per_device_train_batch_size` and `gradient_accumulation_steps` for that.
 
     Args:
-        output_dir: for checkpoints.
-        config: of the model; its size chooses the learning rate, 1.5e-4 from 20 billion parameters on, else 3e-4.
-        options: further arguments of `TrainingArguments`, or other values for these.
+        output_dir: folder for checkpoints.
+        config: configuration of the model. With 20 billion parameters or more the learning rate is 1.5e-4, else 3e-4.
+        options: further arguments of `TrainingArguments`, or other values for those of the recipe.
     """
     from transformers import TrainingArguments
 

@@ -1,8 +1,8 @@
-"""Compute-optimal model size and number of training tokens (scaling laws).
+"""Compute the best model size and number of training tokens for a budget, by published scaling laws.
 
-Dense models by the parametric fit of Hoffmann et al. 2022 (arXiv 2203.15556, approach 3), mixtures by the fit of Abnar
-et al. 2025 (arXiv 2501.12370, equation 6 and table 3), which knows total parameters, tokens and sparsity. Training
-costs 6 FLOPs for each active parameter and token.
+Dense models follow the parametric fit of Hoffmann et al. 2022 (arXiv 2203.15556, approach 3). Mixtures follow the fit
+of Abnar et al. 2025 (arXiv 2501.12370, equation 6 and table 3), a function of total parameters, tokens and sparsity.
+Training costs 6 FLOPs for each active parameter and token.
 """
 
 import math
@@ -15,20 +15,20 @@ from .multimodal import LlamoeConfig
 from .parameter_count import count_parameters
 
 FLOPS_PER_TOKEN = 6
-# Budgets that are searched, FLOPs: from seconds of a laptop to far beyond anything that was ever trained.
+# Smallest and largest budget in FLOPs: from seconds on a laptop to far beyond any published training.
 _SMALLEST, _LARGEST = 1e12, 1e32
 
 
 @dataclass(frozen=True)
 class ComputeOptimal:
-    """The best use of a budget, as a fit predicts it.
+    """The best use of a budget, as a scaling law predicts it.
 
     Attributes:
-        flops: of the training.
-        parameters: of the whole model.
-        active_parameters: that work on one token.
-        tokens: seen in training, each once.
-        loss: cross entropy in nats a token, on the data and with the tokenizer of the paper.
+        flops: FLOPs of the training.
+        parameters: number of parameters of the whole model.
+        active_parameters: number of parameters that compute one token.
+        tokens: number of training tokens, each seen once.
+        loss: cross entropy in nats for each token, with the data and the tokenizer of the paper.
     """
 
     flops: float
@@ -40,7 +40,7 @@ class ComputeOptimal:
 
 @dataclass(frozen=True)
 class _Fit:
-    """A fitted loss: a constant, and terms `factor / number**exponent` of the parameters and of the tokens."""
+    """A fitted loss: a constant plus terms `factor / number**exponent`, given as pairs `(factor, exponent)`."""
 
     constant: float
     of_parameters: tuple[tuple[float, float], ...]
@@ -52,21 +52,21 @@ class _Fit:
         return self.constant + sum(terms) + factor / tokens**exponent
 
     def tokens_for(self, parameters: float) -> float:
-        """Return the tokens for which these parameters are the best use of a budget.
+        """Return the number of tokens for which this number of parameters is the best use of a budget.
 
-        The budget is a product: there, both derivatives by the logarithm are equal.
+        A budget fixes their product, so at the best use the loss has equal derivatives by their logarithms.
         """
         slope = sum(exponent * factor / parameters**exponent for factor, exponent in self.of_parameters)
         factor, exponent = self.of_tokens
         return (exponent * factor / slope) ** (1 / exponent)
 
 
-# The exponents that the paper prints, 0.34 and 0.28, are rounded, and with them optima double.
+# The paper prints the exponents as 0.34 and 0.28. With these rounded numbers the best sizes would double.
 _DENSE = _Fit(1.69, ((406.4, 0.3392),), (410.7, 0.2849))
 
 
 def _mixture_fit(used: float) -> _Fit:
-    """Return the fit for a share of used experts."""
+    """Return the fit for mixtures in which a token uses this share of the experts."""
     of_parameters = ((16612.5, 0.5962), (17.26 / used**0.1603, 0.1595))
     return _Fit(0.94 + 0.4598 * used**0.1666, of_parameters, (5455.67, 0.3954))
 
@@ -78,51 +78,50 @@ def compute_optimal(
     tokens: float | None = None,
     parameters: float | None = None,
 ) -> ComputeOptimal:
-    """Compute the model size and the number of tokens with the least loss for a compute budget.
+    """Compute the model size and the number of training tokens with the least loss for a compute budget.
 
-    Exactly one of `flops`, `tokens` and `parameters` says what is given; with a config alone its own parameters are.
-    Sizes of the papers' experiments, up to 16 billion parameters (Hoffmann) and 5 billion (Abnar), are interpolated
-    and all others extrapolated. Abnar's fit explains 68 % of the variance at a sparsity that it was not fitted to.
-    Models for many users are trained on more tokens than this: a smaller model costs less at each answer.
+    Give one of `flops`, `tokens` and `parameters`, or only a configuration, whose own parameters then count. The
+    experiments had up to 16 billion parameters (Hoffmann) and 5 billion (Abnar); larger sizes are extrapolated. Models
+    for many users are usually smaller and trained on more tokens, because a smaller model costs less for each answer.
 
     Args:
-        config: gives the shape; of a multimodal one the text model's. None is a dense model. For a mixture the share of
-            active parameters and of used experts counts: a model of another size is thought to have the same shares.
+        config: a decoder's configuration, or a multimodal one, whose decoder counts; None for a dense model. The
+            shares of active parameters and of used experts in a mixture are assumed to be the same at other sizes.
         flops: budget of the training.
-        tokens: of the data, each seen once.
-        parameters: of the whole model, embeddings included.
+        tokens: number of tokens of the data, each seen once.
+        parameters: number of parameters of the whole model, embeddings included.
 
     Raises:
-        ConfigurationError: none or several are given, or a number that is not above zero or beyond all budgets.
+        ConfigurationError: not exactly one number is given, or its budget is not between 1e12 and 1e32 FLOPs.
     """
     text = config.text_config if isinstance(config, LlamoeConfig) else config
     if text is not None and not isinstance(text, DecoderConfig):
         raise ConfigurationError(
-            f"compute_optimal: config is a decoder's or None, not {type(text).__name__}."
+            f"compute_optimal: config = {type(text).__name__}: give a decoder's configuration, or None."
         )
-    given = {"flops": flops, "tokens": tokens, "parameters": parameters}
-    given = {name: value for name, value in given.items() if value is not None}
+    budgets: dict[str, float | None] = {"flops": flops, "tokens": tokens, "parameters": parameters}
+    budgets = {name: value for name, value in budgets.items() if value is not None}
     fit, active = _DENSE, 1.0
     if text is not None:
         count = count_parameters(text)
-        if not given:
-            given = {"parameters": count.total}
+        if not budgets:
+            budgets = {"parameters": count.total}
         if isinstance(text, MixtureConfig) and text.moe_layers:
             fit = _mixture_fit(text.num_experts_per_tok / text.num_local_experts)
             active = count.active / count.total
-    if len(given) != 1:
-        names = " and ".join(given) or "none"
+    if len(budgets) != 1:
+        names = " and ".join(budgets) or "none"
         raise ConfigurationError(f"compute_optimal: give one of flops, tokens and parameters, not {names}.")
-    ((name, value),) = given.items()
+    ((name, value),) = budgets.items()
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise ConfigurationError(f"compute_optimal: {name} is a number above zero, not {value!r}.")
+        raise ConfigurationError(f"compute_optimal: {name} = {value!r}: give a number above zero.")
 
     def optimum(parameters: float) -> ComputeOptimal:
         tokens = fit.tokens_for(parameters)
         cost = FLOPS_PER_TOKEN * active * parameters * tokens
         return ComputeOptimal(cost, parameters, active * parameters, tokens, fit.loss(parameters, tokens))
 
-    # Tokens and budget grow with the parameters.
+    # A bisection by parameters finds the optimum, because tokens and budget grow with the parameters.
     low, high = 0.0, math.log(_LARGEST)
     for _ in range(100):
         middle = (low + high) / 2
@@ -131,7 +130,7 @@ def compute_optimal(
     best = optimum(math.exp(low))
     if not _SMALLEST <= best.flops <= _LARGEST:
         raise ConfigurationError(
-            f"compute_optimal: {name} = {value} is not a size of a training: its budget lies outside of "
-            f"{_SMALLEST:.0e} to {_LARGEST:.0e} FLOPs, of which the fits say nothing."
+            f"compute_optimal: {name} = {value}: give a number whose budget is between {_SMALLEST:.0e} and "
+            f"{_LARGEST:.0e} FLOPs."
         )
     return best

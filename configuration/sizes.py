@@ -1,4 +1,4 @@
-"""Sizes and counts that users give: bytes as numbers or texts."""
+"""Read sizes and counts that users give; a size is a number of bytes, or a text such as "24GB"."""
 
 import math
 import re
@@ -11,12 +11,13 @@ def bytes_of(name: str, value: Any, least: int = 0) -> int:
     """Convert a size that a user gave to bytes.
 
     Args:
-        name: of the argument.
-        value: bytes, or a text like "24GB" (10^9 bytes), "24GiB" (2^30) or "512"; "Gb" would be bits.
+        name: name of the argument, for the error message.
+        value: bytes, or a text like "24GB" (24 * 10^9 bytes), "24GiB" (24 * 2^30) or "512"; "24Gb", which would be
+            bits, is invalid.
         least: the smallest valid number.
 
     Raises:
-        ValueError: it is no size, or smaller.
+        ValueError: the value is not a size, or is smaller than `least`.
     """
     number = value
     if isinstance(value, str):
@@ -36,7 +37,7 @@ def count_of(name: str, value: Any, least: int = 1) -> int:
     """Check and return a count that a user gave.
 
     Raises:
-        ValueError: it is not a whole number, or smaller.
+        ValueError: the value is not a whole number, or is smaller than `least`.
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"{name}={value!r}: give a whole number of at least {least}.")

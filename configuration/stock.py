@@ -1,8 +1,8 @@
-"""Conversion of transformers' stock configurations to ours and back.
+"""Convert configurations of transformers to llamoe's and back.
 
-Reading needs no call: every configuration class here accepts a stock dictionary, folder or nested part.
-`from_stock` also accepts configuration objects and chooses the class. `to_stock` writes what transformers, vLLM
-and llama.cpp read without this package, and refuses what they could not compute.
+Every configuration class of llamoe reads a dictionary or folder of transformers. `from_stock` also takes configuration
+objects, and chooses the class. `to_stock` writes what transformers, vLLM and llama.cpp read without llamoe, and raises
+an error for a model that transformers cannot compute.
 """
 
 from collections.abc import Mapping
@@ -21,39 +21,40 @@ from .vision import LlamoeVisionConfig
 
 CONFIG_CLASSES = tuple(dict.fromkeys(READERS.values()))
 
-# The first matching family is used. Stock has a single multimodal class.
+# Name of each of llamoe's model classes to transformers'. transformers has only one multimodal class.
 _STOCK_ARCHITECTURES = {ours: stock for stock, ours in ARCHITECTURES.items()} | {
     "LlamoeModel": "Llama4ForConditionalGeneration"
 }
 
 
 def from_stock(config: PreTrainedConfig | Mapping[str, Any]) -> LlamoeBaseConfig:
-    """Convert a stock configuration to ours.
+    """Convert a configuration of transformers to llamoe's.
 
     Args:
         config: A configuration object or the content of a `config.json`, of model type llama, mistral, ministral,
-            mixtral, llama4, llama4_text or llama4_vision_model. An object that is ours already is returned as it is, a
-            dictionary of ours is read.
+            mixtral, llama4, llama4_text or llama4_vision_model. A configuration of llamoe is returned as it is, and the
+            content of llamoe's `config.json` is read.
     """
     if isinstance(config, LlamoeBaseConfig):
         return config
     data = as_dict(config) if isinstance(config, PreTrainedConfig) else dict(config)
     model_type = data.get("model_type")
     if not isinstance(model_type, str) or model_type not in READERS:
-        given = "without a model_type" if model_type is None else f"of model_type {model_type!r}"
         valid = enumerate_words(map(repr, READERS))
-        raise ValueError(f"a configuration {given} has no equivalent in llamoe; valid: {valid}")
+        raise ValueError(f"model_type = {model_type!r}: llamoe has no such model; valid: {valid}")
     config_class = READERS[model_type]
     with unreadable_as_value_error(config_class):
         return config_class(**data)
 
 
 def to_stock(config: LlamoeBaseConfig) -> dict[str, Any]:
-    """Convert a configuration of ours to the content of its stock `config.json`.
+    """Convert a configuration of llamoe to the content of transformers' `config.json`.
 
-    Fields that stock's class lacks are dropped. Those that it lacks or ignores and that change what the model computes
-    must have their defaults. Attributes that are not fields, such as `quantization_config`, are kept, but not of
-    llamoe's own formats: weights in stock's layout are plain. Model type and architectures are stock's throughout.
+    Fields that transformers' class lacks are left out. Other attributes are kept, except for a `quantization_config` of
+    llamoe's own formats, since weights in transformers' layout are plain.
+
+    Raises:
+        ConfigurationError: A field changes what the model computes, and transformers' class lacks or ignores it.
     """
     config.validate()
     config_class = next(known for known in CONFIG_CLASSES if isinstance(config, known))
@@ -65,7 +66,7 @@ def to_stock(config: LlamoeBaseConfig) -> dict[str, Any]:
             continue
         value, computed = getattr(config, name), config_class.__dataclass_fields__[name].default
         if meaning.has_effect and meaning.stock != "model type" and value != computed:
-            fail(config, name, value, f"transformers' {stock_type} cannot express it", repr(computed))
+            fail(config, name, value, f"transformers' {stock_type} cannot compute with it", repr(computed))
         if name not in stock_fields:
             dropped.add(name)
     unchanged = PreTrainedConfig().to_dict()
@@ -90,14 +91,14 @@ def _adjust_dense(config: LlamoeDenseConfig, data: dict[str, Any]) -> None:
         heads = config.num_attention_heads
         if config.hidden_size % heads:
             problem = (
-                f"transformers' llama demands a multiple of num_attention_heads = {heads} beside any head_dim"
+                f"transformers' llama needs a multiple of num_attention_heads = {heads}, also with head_dim"
             )
             fail(config, "hidden_size", config.hidden_size, problem, f"a multiple of {heads}")
         return
     if stock_type == "ministral":
         data["layer_types"] = kinds
     elif "full_attention" in kinds:
-        # Its number is every layer's.
+        # transformers' Mistral has a window in every layer if this field is a number.
         data["sliding_window"] = None
     if "architectures" in data:
         family = stock_type.capitalize()
@@ -115,8 +116,8 @@ def _adjust_mixtral(config: LlamoeMixtralConfig, data: dict[str, Any]) -> None:
 
 def _adjust_text(config: LlamoeTextConfig, data: dict[str, Any]) -> None:
     data["attn_temperature_tuning"] = bool(config.attn_temperature_tuning)
-    # Stock makes a chunked mask for every model, even if no layer uses it, and divides by the interval even if the
-    # layers are listed.
+    # transformers makes a mask of chunks even if no layer has chunks. It divides by the interval even if
+    # `no_rope_layers` is given.
     if config.attention_chunk_size is None:
         data["attention_chunk_size"] = config.max_position_embeddings
     if not config.no_rope_layer_interval:
@@ -127,7 +128,7 @@ def _adjust_vision(config: LlamoeVisionConfig, data: dict[str, Any]) -> None:
     inner, output = config.adapter_input_dim, config.projector_output_dim
     for name, needed in (("intermediate_size", inner), ("projector_input_dim", output)):
         if getattr(config, name) != needed:
-            problem = "transformers' adapter takes another width for it: that of the merged patches, or its output's"
+            problem = "transformers' adapter needs another width"
             fail(config, name, getattr(config, name), problem, f"{needed}")
 
 

@@ -1,10 +1,12 @@
-"""Configuration of the vision tower: exactly Llama 4's, and with its switches exactly MetaCLIP's.
+"""Configuration of the vision tower, which is Llama 4's by default, and MetaCLIP's with other values.
 
-Field names and defaults are those of transformers' `Llama4VisionConfig`, with two deliberate differences. Stock
-declares `hidden_act`, `norm_eps`, `multi_modal_projector_bias` and `vision_feature_select_strategy` but always
-computes with GELU, 1e-5, no bias and "default"; ours are honoured, so reading a stock configuration sets them to what
-stock computes. And stock takes the adapter's input width from `intermediate_size`, which is right only if that is
-`hidden_size / pixel_shuffle_ratio**2`; ours is derived.
+Names and defaults of the fields are those of transformers' `Llama4VisionConfig`. There are two differences:
+
+* transformers' class has the fields `hidden_act`, `norm_eps`, `multi_modal_projector_bias` and
+  `vision_feature_select_strategy`, but always computes with GELU, 1e-5, no bias and "default". llamoe computes with the
+  values of these fields. When it reads a transformers configuration, it sets them to what transformers computes.
+* transformers takes the adapter's input width from `intermediate_size`, which is right only if that is `hidden_size /
+  pixel_shuffle_ratio**2`. llamoe computes the width.
 
 Sources: Meta's reference implementation of Llama 4; CLIP (Radford et al., 2021, arXiv:2103.00020); MetaCLIP
 (Xu et al., 2023, arXiv:2309.16671) and its configurations in open_clip.
@@ -22,29 +24,31 @@ class LlamoeVisionConfig(LlamoeBaseConfig):
     """A vision transformer with learned positions, optional 2-D rotary embedding and a pixel-shuffle adapter.
 
     Fields of transformers' `Llama4VisionConfig`, same names and defaults:
-        hidden_size, num_hidden_layers, num_attention_heads, intermediate_size: Shape of the transformer.
-        hidden_act: Activation of the blocks by transformers' name; "gelu" in Llama 4, "quick_gelu" in most
-            MetaCLIP towers. The adapter keeps GELU.
-        num_channels, image_size, patch_size: Picture and patch, in pixels; square, an integer after construction.
-        norm_eps: Added to the variance in every layer norm.
-        vision_output_dim: Width of the adapter's output.
-        vision_feature_select_strategy: "default" drops the class token, "full" keeps it (without adapter only).
+        hidden_size, num_hidden_layers, num_attention_heads, intermediate_size: Sizes of the transformer.
+        hidden_act: Activation function of the transformer's layers by transformers' name: "gelu" in Llama 4,
+            "quick_gelu" in most MetaCLIP towers. The adapter always has GELU.
+        num_channels: Number of colour channels of a picture.
+        image_size, patch_size: Sides of the square pictures and patches in pixels; pairs of equal numbers become one.
+        norm_eps: Number that every layer norm adds to the variance.
+        vision_output_dim: Width of the adapter's output, which the multimodal projector reads.
+        vision_feature_select_strategy: "default" drops the class token. "full" keeps it, which needs `use_adapter`
+            False.
         pixel_shuffle_ratio: The adapter merges squares of `1 / ratio` by `1 / ratio` patches into one token.
-        projector_input_dim, projector_output_dim: Inner and outer width of the adapter.
+        projector_input_dim, projector_output_dim: Inner width, and output width, of the adapter.
         projector_dropout: Probability of dropping an inner channel of the adapter in training.
         multi_modal_projector_bias: Whether the adapter has biases.
         attention_dropout: Probability of dropping an attention weight in training.
-        initializer_range: Standard deviation of fresh weights.
+        initializer_range: Standard deviation of new weights.
         rope_parameters: `rope_type` and `rope_theta` of the 2-D rotary embedding.
 
-    Fields of ours:
-        use_rope: Whether patches are rotated by their place in the grid.
-        use_pre_layernorm, use_post_layernorm: Norms before and after the blocks.
-        vision_feature_layer: Which hidden state the tower returns, as an index into the embeddings followed by the
-            output of each block: -1 is the last block, -2 the one before.
-        projection_dim: Width of CLIP's joint space; None for a tower without that head.
-        use_adapter: Whether the adapter follows. Without it any grid is valid and the tower returns its own tokens.
-        projector_final_act: Whether the adapter ends with the activation too.
+    Fields that only llamoe has:
+        use_rope: Whether patches get rotary embeddings by row and column.
+        use_pre_layernorm, use_post_layernorm: Whether there is a norm before, or after, the transformer's layers.
+        vision_feature_layer: Index of the hidden state that the tower returns: 0 is the input of the first layer, -1
+            the output of the last, -2 the output of the layer before it.
+        projection_dim: Width of CLIP's embedding of pictures; None for a tower without that head.
+        use_adapter: Whether the tower has the adapter. Without it the tower returns a token for each patch.
+        projector_final_act: Whether the adapter's output also goes through the activation function.
         attention_bias: Whether the attention's projections have biases.
     """
 
@@ -86,7 +90,7 @@ class LlamoeVisionConfig(LlamoeBaseConfig):
     attention_bias: bool = field(True, "structure")
 
     def __post_init__(self, **kwargs):
-        """Make square pairs integers."""
+        """Convert pairs of equal sides to one integer."""
         for name in ("image_size", "patch_size"):
             value = getattr(self, name)
             if not isinstance(value, int):
@@ -96,37 +100,37 @@ class LlamoeVisionConfig(LlamoeBaseConfig):
         super().__post_init__(**kwargs)
 
     def parts(self) -> set[str]:
-        """Return the names of the tower's parts, as `Meaning.part` spells them."""
+        """Return the parts that the tower has, by their names in `Meaning.part`."""
         return {"adapter"} if self.use_adapter else set()
 
     @property
     def head_dim(self) -> int:
-        """Width of an attention head."""
+        """Return the width of an attention head."""
         return self.hidden_size // self.num_attention_heads
 
     @property
     def grid_size(self) -> int:
-        """Patches along a side of the picture."""
+        """Return the number of patches along a side of the picture."""
         return self.image_size // self.patch_size
 
     @property
     def num_patches(self) -> int:
-        """Patches in a picture; the tower has one position more, for the class token."""
+        """Return the number of patches in a picture; the tower has one more position, for the class token."""
         return self.grid_size**2
 
     @property
     def shuffle_size(self) -> int:
-        """Patches along a side of the square that the adapter merges into one token."""
+        """Return the number of patches along a side of the square that the adapter merges into one token."""
         return round(1 / self.pixel_shuffle_ratio)
 
     @property
     def adapter_input_dim(self) -> int:
-        """Channels of a merged square of patches."""
+        """Return the number of channels of a merged square of patches."""
         return self.hidden_size * self.shuffle_size**2
 
     @property
     def tokens_per_tile(self) -> int:
-        """Tokens that the tower returns for one picture or tile."""
+        """Return the number of tokens that the tower returns for one picture or tile."""
         if self.use_adapter:
             return (self.grid_size // self.shuffle_size) ** 2
         return self.num_patches + (self.vision_feature_select_strategy == "full")
@@ -137,27 +141,19 @@ class LlamoeVisionConfig(LlamoeBaseConfig):
             if getattr(self, name) % getattr(self, divisor):
                 problem = f"must be a multiple of {divisor} = {getattr(self, divisor)}"
                 fail(self, name, getattr(self, name), problem, f"a multiple of {getattr(self, divisor)}")
-        count, strategy = self.num_hidden_layers, self.vision_feature_select_strategy
-        if not -count - 1 <= self.vision_feature_layer <= count:
-            problem = f"no such hidden state among num_hidden_layers + 1 = {count + 1}"
-            fail(self, "vision_feature_layer", self.vision_feature_layer, problem, f"{-count - 1} to {count}")
         if not self.use_adapter:
             return
         ratio = self.pixel_shuffle_ratio
         if not 1 / self.image_size <= ratio <= 1 or abs(ratio * self.shuffle_size - 1) > 1e-6:
             problem, valid = "must be one over an integer", "1.0, 0.5, 0.25 and so on"
             fail(self, "pixel_shuffle_ratio", ratio, problem, valid)
-        if self.grid_size % self.shuffle_size:
-            step = self.shuffle_size * self.patch_size
-            problem = (
-                f"its grid of {self.grid_size} by {self.grid_size} patches is not divided by the pixel "
-                f"shuffle, which merges {self.shuffle_size} by {self.shuffle_size}"
-            )
-            fail(
-                self, "image_size", self.image_size, problem, f"a multiple of {step}, or use_adapter = False"
-            )
-        if strategy != "default":
-            problem = "the pixel shuffle has no place for the class token"
+        block, grid = self.shuffle_size, self.grid_size
+        if grid % block:
+            problem = f"the adapter merges {block} by {block} patches, and the picture has {grid} by {grid}"
+            valid = f"a multiple of {block * self.patch_size}, or use_adapter = False"
+            fail(self, "image_size", self.image_size, problem, valid)
+        if (strategy := self.vision_feature_select_strategy) != "default":
+            problem = "the adapter does not take the class token"
             valid = "'default', or use_adapter = False"
             fail(self, "vision_feature_select_strategy", strategy, problem, valid)
 
@@ -165,9 +161,9 @@ class LlamoeVisionConfig(LlamoeBaseConfig):
         return 4 if self.use_rope else 0
 
     def validate_rope(self) -> None:
-        """Check the rotary embedding, which has no scaling: unlike a text, a grid does not grow."""
+        """Check the rotary embedding, which cannot be scaled: scaling is for long texts."""
         super().validate_rope()
         rope_type = (self.rope_parameters or {}).get("rope_type", "default")
         if self.use_rope and rope_type != "default":
-            problem = "the grid's rotary embedding has no scaling"
+            problem = "the tower's rotary embedding has no scaling"
             fail(self, "rope_parameters['rope_type']", rope_type, problem, "'default'")

@@ -3,9 +3,9 @@
     llamoe assemble my_llama my_metaclip joined
     python examples/align_vision.py
 
-Two stages, as LLaVA's (Liu et al. 2023, arXiv 2304.08485). First only what stands between the two learns: the tower's
-adapter and the projector. Then LoRA on the decoder learns with them. The folder gets a whole checkpoint, with all that
-was learnt in its weights. The same command goes on after a stop.
+Training has two stages, as LLaVA's (Liu et al. 2023, arXiv 2304.08485). The first trains only the tower's adapter and
+the projector, which connect tower and decoder. The second also trains LoRA on the decoder. The result is a whole
+checkpoint, with LoRA merged. If training was stopped, the same command continues it.
 """
 
 from pathlib import Path
@@ -18,7 +18,7 @@ from transformers import set_seed
 import llamoe
 
 MODEL = "joined"
-# A folder as `finetune_lora.py` reads it. `python examples/tiny/lessons.py captions` draws this one.
+# A folder as `finetune_lora.py` reads it. `python examples/tiny/lessons.py captions` writes this one.
 DATA = Path("captions")
 OUT = Path("aligned")
 RANK = 8

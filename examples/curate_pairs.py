@@ -4,8 +4,8 @@
 
 `pairs.jsonl` has a line of JSON with a "caption" for each pair, `metadata.json` a list of entries (WordNet's synsets,
 titles and frequent words of Wikipedia). A caption matches an entry that it contains between spaces. An entry with more
-than t captions keeps each with probability t / count, others keep all. A pair stays if one of its entries keeps
-it; pairs without an entry go. The file is read twice, so that it may be larger than memory.
+than t captions keeps each of them with probability t / count; any other entry keeps all. A pair is kept if one of its
+entries keeps it; pairs without an entry are dropped. The file is read twice, so that it may be larger than memory.
 """
 
 import argparse

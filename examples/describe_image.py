@@ -34,6 +34,6 @@ inputs = processor.apply_chat_template(
 )
 model: Any = AutoModelForImageTextToText.from_pretrained(MODEL, dtype="auto", device_map="auto")
 streamer = TextStreamer(processor.tokenizer, skip_prompt=True, skip_special_tokens=True)
-# The cast is one of pixels: token ids stay integers.
+# This casts the pixels; token ids stay integers.
 inputs = inputs.to(model.device, dtype=model.dtype)
 model.generate(**inputs, streamer=streamer, do_sample=False, max_new_tokens=MAX_NEW_TOKENS)

@@ -17,7 +17,7 @@ from question_folder import collate, count_right, read
 import llamoe
 
 MODEL = str(Path(__file__).with_name("llamoe-tiny"))
-# `python examples/tiny/lessons.py lesson` draws this one.
+# `python examples/tiny/lessons.py lesson` writes this folder.
 DATA = Path("lesson")
 OUT = Path("finetuned")
 RANK = 8
@@ -42,7 +42,7 @@ def train(model: Any, processor: Any, examples: list[dict], out: Path) -> transf
     """Train the unfrozen parameters, from the last complete checkpoint if there is one."""
     arguments = transformers.TrainingArguments(str(out), remove_unused_columns=False, **TRAINING)
     trainer = transformers.Trainer(model, arguments, lambda rows: collate(processor, rows), examples)
-    # Trainer writes this file last.
+    # Trainer writes this file last, so that checkpoints with it are complete.
     whole = sorted(out.glob("checkpoint-*/trainer_state.json"), key=lambda path: path.stat().st_mtime)
     trainer.train(resume_from_checkpoint=str(whole[-1].parent) if whole else None)
     return trainer

@@ -1,7 +1,7 @@
-"""Read a folder of questions and answers, about pictures or not; make batches of them, and count right answers.
+"""Read a folder of questions and answers, with or without pictures, make batches, and count right answers.
 
-`data.jsonl` in the folder has an example in each line, {"image": "cat.png", "question": "...", "answer": "..."},
-without "image" where there is no picture. The last tenth is held out.
+`data.jsonl` in the folder has an example in each line, {"image": "cat.png", "question": "...", "answer": "..."};
+examples without a picture have no "image". The last tenth is held out.
 """
 
 import json
@@ -22,8 +22,8 @@ def read(folder: Path) -> tuple[list[dict], list[dict]]:
 
 
 def encode(processor: Any, examples: list[dict], answers: list[str], padding_side: str = "right") -> Any:
-    """Return tokens and pixels of the questions in the model's chat template, with answers behind them."""
-    # LLaMA 1 and 2 have no token for padding, which is masked out.
+    """Return tokens and pixels of the questions in the model's chat template, each followed by its answer."""
+    # LLaMA 1 and 2 have no padding token. Any token will do, as padding is masked out.
     tokenizer = getattr(processor, "tokenizer", processor)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     texts, pictures = [], []
@@ -36,7 +36,7 @@ def encode(processor: Any, examples: list[dict], answers: list[str], padding_sid
             content = [{"type": "image"}, {"type": "text", "text": content}]
         chat = [{"role": "user", "content": content}]
         texts.append(processor.apply_chat_template(chat, add_generation_prompt=True, tokenize=False) + answer)
-    # The template has written the first token already.
+    # The template has already written the first token.
     options = dict(padding=True, padding_side=padding_side, add_special_tokens=False, return_tensors="pt")
     return processor(text=texts, **options, **({"images": pictures} if any(pictures) else {}))
 

@@ -36,7 +36,7 @@ def train(model_folder: str, parallel: str, steps: int, save: str | None = None)
     """Train in every process of an initialised group; return the losses, averaged over the processes."""
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     rank, processes = dist.get_rank(), dist.get_world_size()
-    # The model is shared while it loads. DDP wraps the loaded one.
+    # `from_pretrained` distributes the model while it loads. DDP wraps a whole model afterwards.
     shared = {
         "ddp": None,
         "fsdp": DistributedConfig(fsdp_size=processes),

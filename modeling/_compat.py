@@ -1,7 +1,7 @@
 """Every branch on a library's version.
 
-Supported: torch >= 2.13, transformers >= 5.24 and < 6, accelerate >= 1.15, peft >= 0.21.2. All other files use only
-what both ends of these ranges share.
+Supported: torch >= 2.13, transformers >= 5.24 and < 6, accelerate >= 1.15, peft >= 0.21.2. All other files work with
+every version in these ranges.
 """
 
 import functools
@@ -15,14 +15,14 @@ def _release(library: str) -> tuple[int, ...]:
     return tuple(int(part) for part in version(library).split(".")[:2])
 
 
-CACHE_OF_A_PASS = "cache" if _release("peft") >= (0, 22) else "past_key_values"
-"""The name by which `generate` gives a model its cache; peft before 0.22 looks for the former one."""
+CACHE_ARGUMENT = "cache" if _release("peft") >= (0, 22) else "past_key_values"
+"""The argument by which `generate` gives a model its KV cache; peft before 0.22 looks for its former name."""
 
 
 def takes_cache(forward: Callable) -> Callable:
-    """Decorate a forward so that its argument `past_key_values` is also accepted as `cache`, as of transformers 5.24.
+    """Decorate a `forward` so that it takes its argument `past_key_values` also as `cache`.
 
-    The cache of continuous batching, which transformers passes under that name, too, is forwarded as `paged_cache`.
+    transformers 5.24 uses this name, and also for the cache of continuous batching, which becomes `paged_cache`.
     """
     from transformers.generation.continuous_batching import PagedAttentionCache
 
@@ -38,7 +38,7 @@ def takes_cache(forward: Callable) -> Callable:
                 kwargs["past_key_values"] = cache
         return forward(*args, **kwargs)
 
-    # Show both names in the signature: `generate` refuses unknown arguments, and peft looks for the former name.
+    # The signature shows both names: `generate` refuses names that it lacks, and peft looks for the former name.
     signature = inspect.signature(forward)
     parameters = list(signature.parameters.values())
     parameters.insert(-1, inspect.Parameter("cache", inspect.Parameter.KEYWORD_ONLY, default=None))
@@ -47,9 +47,9 @@ def takes_cache(forward: Callable) -> Callable:
 
 
 def accept_peft() -> None:
-    """Let models load adapters with the released peft, although transformers 5.24 requires the next release.
+    """Let transformers 5.24 load adapters with peft 0.21.2, although it requires a later, unreleased version.
 
-    Apart from this check its code for adapters is that of 5.23, which accepts peft 0.20.
+    But for this requirement its code for adapters is that of transformers 5.23, which accepts peft 0.20.
     """
     from transformers.integrations import peft
 

@@ -1,7 +1,7 @@
 """Classification and question answering: transformers' generic heads over our decoders.
 
-Keys, numbers and rules are those of stock's LLaMA and Mixtral heads. A sequence's class is read at its rightmost token
-that is not `pad_token_id`, whichever side the padding is on. Stock has no such heads for Llama 4.
+Weights and results are those of stock's LLaMA and Mixtral heads; stock has no such heads for Llama 4. The class of a
+sequence is read at its rightmost token that is not `pad_token_id`, on whichever side the padding is.
 """
 
 from dataclasses import dataclass
@@ -22,16 +22,19 @@ from ..configuration import LlamoeDenseConfig, LlamoeMixtralConfig, LlamoeTextCo
 from ._compat import takes_cache
 from .attention import mask_of_new_tokens
 from .base import LlamoePreTrainedModel
+from .decoder import LlamoeTextModel
 from .input_checks import check_classes, check_labels
 from .moe import RouterLossMixin
 
 
 class Head:
-    """A mixin that converts configs as `LlamoePreTrainedModel` does; name it before the generic head."""
+    """A mixin that accepts stock configs, too; name it before transformers' generic head."""
+
+    input_modalities = ("text",)
 
     def __init__(self: Any, config: PreTrainedConfig):
         super().__init__(self.resolve_config(config))
-        # The generic heads build the base in `config.dtype`, but the head itself in torch's default dtype.
+        # The generic head makes the decoder in `config.dtype`, but its own layer in torch's default dtype.
         for parameter in self.parameters():
             parameter.data = parameter.data.to(torch.get_default_dtype())
 
@@ -42,7 +45,7 @@ class LlamoeSequenceClassifierOutputWithPast(SequenceClassifierOutputWithPast):
 
     Attributes:
         aux_loss: scalar, the load-balancing loss before its coefficient, with `output_router_logits`.
-        router_logits: one `[B * T, E]` a mixture layer, with `output_router_logits`.
+        router_logits: `[B * T, E]` of each mixture layer (B batch, T tokens, E experts), with `output_router_logits`.
     """
 
     aux_loss: torch.FloatTensor | None = None
@@ -52,11 +55,9 @@ class LlamoeSequenceClassifierOutputWithPast(SequenceClassifierOutputWithPast):
 class SequenceClassifier(RouterLossMixin, Head, GenericForSequenceClassification, LlamoePreTrainedModel):
     """One class, number or set of labels for a whole sequence; base of the families' classes.
 
-    The router losses work as under the language model head. The generic head would drop their inputs, so its few
-    lines are written out here.
+    Adds router losses, as the language model head does. The generic head's `forward` drops router logits, so it is
+    written out here.
     """
-
-    input_modalities = ("text",)
 
     @takes_cache
     @can_return_tuple
@@ -75,8 +76,9 @@ class SequenceClassifier(RouterLossMixin, Head, GenericForSequenceClassification
         """Score each sequence.
 
         Args:
-            input_ids: as in `DecoderModel.forward`, like all arguments without a description here.
-            inputs_embeds: see there; padding cannot be found in them, so the last position counts.
+            input_ids: this and all arguments that are not described here are as in `DecoderModel.forward`.
+            inputs_embeds: `[B, T, hidden_size]` in place of `input_ids`. Padding cannot be found in them, so each
+                sequence is scored at its last position.
             labels: `[B]` integers for one class of `num_labels`, `[B]` floating if `num_labels` is 1, or
                 `[B, num_labels]` floating for several labels at once (`config.problem_type` decides).
             output_router_logits: return `router_logits` and `aux_loss`, and add
@@ -86,8 +88,8 @@ class SequenceClassifier(RouterLossMixin, Head, GenericForSequenceClassification
             `logits` `[B, num_labels]`, and the requested outputs.
 
         Raises:
-            ValueError: several sequences without a `config.pad_token_id`, or router losses under reentrant gradient
-                checkpointing.
+            ValueError: there are several sequences, but no `config.pad_token_id`; or router losses under reentrant
+                gradient checkpointing, where they would train nothing.
         """
         balance = self._has_experts and self._option("output_router_logits", output_router_logits)
         if self._has_experts:
@@ -149,17 +151,13 @@ class LlamoeMixtralForSequenceClassification(SequenceClassifier):
 
 
 class OfMultimodalFolders(LlamoePreTrainedModel):
-    """Mixin of heads over Llama 4's decoder: they read text and multimodal folders, and stock has none."""
+    """Mixin of heads over Llama 4's decoder, which read text and multimodal folders; stock has no such heads."""
 
     config: LlamoeTextConfig
     _has_experts = True
     _has_stock_layout = False
     _checkpoint_prefixes = {r"language_model\.": ""}
-    _keys_passed_over = [
-        r"^vision_model\.",
-        r"^multi_modal_projector\.",
-        r"^language_model\.lm_head\.",
-    ]
+    _keys_passed_over = LlamoeTextModel._keys_passed_over
 
 
 class LlamoeForSequenceClassification(OfMultimodalFolders, SequenceClassifier):
@@ -171,20 +169,18 @@ class LlamoeForSequenceClassification(OfMultimodalFolders, SequenceClassifier):
 class TokenClassifier(Head, GenericForTokenClassification, LlamoePreTrainedModel):
     """A class for each token; base of the families' classes."""
 
-    input_modalities = ("text",)
-
     def forward(self, input_ids=None, attention_mask=None, labels=None, inputs_embeds=None, **kwargs):
         """Score each token.
 
         Args:
-            input_ids: as in `DecoderModel.forward`, like all arguments without a description here.
-            labels: `[B, T]` from 0 to `num_labels - 1`, -100 for no loss.
+            input_ids: this and all arguments that are not described here are as in `DecoderModel.forward`.
+            labels: `[B, T]`, classes from 0 to `num_labels - 1`, or -100 for tokens without a loss.
 
         Returns:
             `logits` `[B, T, num_labels]`, and the requested outputs.
 
         Raises:
-            ValueError: labels of a wrong shape or range.
+            ValueError: labels have a wrong shape, or are out of range.
         """
         if labels is not None:
             check_labels(labels, input_ids if inputs_embeds is None else inputs_embeds)
@@ -219,16 +215,15 @@ class LlamoeForTokenClassification(OfMultimodalFolders, TokenClassifier):
 class LlamoeDenseForQuestionAnswering(Head, GenericForQuestionAnswering, LlamoePreTrainedModel):
     """LLaMA 1 or 2 with a head that finds an answer's first and last token.
 
-    Reads folders of `LlamaForQuestionAnswering`, and keeps its name for the base model, `transformer`. Other LLaMA
-    classes name it `model`: stock finds no weights in their folders, this class does.
+    Reads folders of `LlamaForQuestionAnswering`, and of LLaMA's other classes. Its base model has the name
+    `transformer`, as in stock's class, which finds no weights in the other folders.
     """
 
     config: LlamoeDenseConfig
-    input_modalities = ("text",)
     base_model_prefix = "transformer"
     _checkpoint_prefixes = {r"model\.": "transformer."}
 
     @property
     def _has_stock_layout(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        # Mistral's is the only stock head whose base model is `model`; it finds no weights in these folders.
+        # Stock's question answering for Mistral names its base model `model`, and finds no weights in these folders.
         return self.config.stock_type() != "mistral"

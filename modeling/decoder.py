@@ -1,11 +1,10 @@
-"""The decoder of all families.
+"""The decoder of all families: LLaMA 1 and 2 and Mistral (`LlamoeDense…`), Mixtral, and Llama 4 (`Llamoe…`).
 
-They are LLaMA 1 and 2 and Mistral (`LlamoeDense…`), Mixtral (`LlamoeMixtral…`) and Llama 4 (`Llamoe…`). LLaMA 2 is a
-special case of Llama 4's configuration: no mixture layers, no position-free layers, no q/k norm, no chunks. One
-`DecoderLayer` serves all; the differences are data (`config.layer_plan`). Keys are stock keys, so the feed-forward has
-the family's stock name, `mlp` or `feed_forward`.
+All are built of one `DecoderLayer`; what differs between families and between layers is data (`config.layer_plan`).
+LLaMA 2, for example, is Llama 4 without mixture layers, position-free layers, q/k norm and chunks. Parameters have
+stock's names, so the feed-forward is called `mlp` or `feed_forward`, as in the family's stock class.
 
-Shapes: B batch, T tokens, E experts.
+Shapes: B batch, T tokens, E experts, H hidden_size.
 """
 
 import warnings
@@ -72,7 +71,7 @@ class DecoderLayer(GradientCheckpointingLayer):
         past_key_values: Cache | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> torch.Tensor:
-        """Map `[B, T, hidden_size]` to the same shape; arguments as in `Attention`."""
+        """Return the layer's output, `[B, T, H]` as its input; the other arguments are those of `Attention.forward`."""
         residual = hidden_states
         hidden_states = self.input_layernorm(hidden_states)
         hidden_states, _ = self.self_attn(
@@ -123,29 +122,29 @@ class DecoderModel(LlamoePreTrainedModel):
         use_cache: bool | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> MoeModelOutputWithPast:
-        """Run the decoder.
+        """Return the hidden states of all tokens.
 
         Args:
-            input_ids: `[B, T]` integers; either these or `inputs_embeds`.
-            attention_mask: `[B, past + T]`, zeros on padding (left or right); or a ready 4-D mask, or a dict of masks
-                by attention type.
+            input_ids: `[B, T]` integers. Give either these or `inputs_embeds`.
+            attention_mask: `[B, cached tokens + T]`, zeros on padding, which may be left or right; or a 4-D mask; or a
+                dict of masks by attention type.
             position_ids: `[B or 1, T]`. They decide rotation, temperature and chunk borders. By default each row is
-                numbered from its first real token; rows in which they restart are packed sequences. Tokens that
-                `attention_mask` hides may have any. Chunked layers behind padded cached tokens need the numbers of a
-                row's real tokens.
-            past_key_values: KV cache of earlier tokens; new ones are appended.
-            inputs_embeds: `[B, T, hidden_size]` instead of `input_ids`.
-            use_cache: whether to make a cache if none is given.
-            **kwargs: `output_hidden_states`, `output_attentions` (none but under `eager`), `output_router_logits`,
-                and arguments of the attention implementation.
+                numbered from its first token that is not padding. A row in which the numbers restart holds several
+                packed sequences. Padding may have any numbers. Where cached tokens are padded, chunked layers need
+                numbers that count the row's tokens without padding.
+            past_key_values: KV cache of earlier tokens; new tokens are appended.
+            inputs_embeds: `[B, T, H]` in place of `input_ids`.
+            use_cache: make a cache if none is given; by default as the config says.
+            **kwargs: `output_hidden_states`, `output_attentions` (under the implementation `eager` alone),
+                `output_router_logits`, and arguments of the attention implementation.
 
         Returns:
-            `last_hidden_state` `[B, T, hidden_size]`, and the requested outputs; `router_logits` is one `[B * T, E]`
-            a mixture layer.
+            `last_hidden_state` `[B, T, H]`, and the requested outputs; `router_logits` holds `[B * T, E]` of each
+            mixture layer.
 
         Raises:
-            ValueError: both or none of `input_ids` and `inputs_embeds`, a mask of another shape, a cache of another
-                model, or one with tokens under gradient checkpointing.
+            ValueError: both or none of `input_ids` and `inputs_embeds`; a mask of a wrong shape; a cache of another
+                model, or one that has tokens under gradient checkpointing.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("You must specify exactly one of input_ids or inputs_embeds.")
@@ -168,7 +167,7 @@ class DecoderModel(LlamoePreTrainedModel):
         position_ids = inputs.positions
         hidden_states = inputs_embeds
         position_embeddings = self.rotary_emb(hidden_states, position_ids)
-        # Use the config's current number of layers: `generate(assistant_early_exit=...)` drafts with fewer.
+        # `generate(assistant_early_exit=...)` lowers the number in the config while it drafts with the first layers.
         layers = self.layers[: self.config.num_hidden_layers]
         for layer, attention_type in zip(layers, self.config.attention_types()[: len(layers)], strict=True):
             hidden_states = layer(
@@ -176,9 +175,9 @@ class DecoderModel(LlamoePreTrainedModel):
                 position_embeddings=position_embeddings,
                 attention_mask=mask_mapping[attention_type],
                 position_ids=position_ids,
-                # transformers removes the argument of this name under gradient checkpointing.
+                # By this name transformers finds the cache, and removes it under gradient checkpointing.
                 cache=past_key_values,
-                # Implementations without masks read the positions.
+                # Attention implementations without masks read the window.
                 sliding_window=inputs.rules[attention_type].window,
                 **kwargs,
             )
@@ -188,16 +187,16 @@ class DecoderModel(LlamoePreTrainedModel):
 
 
 class LlamoeDenseModel(DecoderModel):
-    """LLaMA 1 or 2 without a head."""
+    """LLaMA 1 or 2, or Mistral, without a head."""
 
     config: LlamoeDenseConfig
-    # Stock's question answering head names its base model `transformer`.
+    # Stock's class for question answering names its base model `transformer`.
     _checkpoint_prefixes = {r"transformer\.": ""}
     _can_record_outputs = {"hidden_states": DecoderLayer, "attentions": Attention}
 
 
 class MixtureModel(DecoderModel):
-    """A decoder with mixtures of experts, whose router logits are an output; base of two families' decoders."""
+    """A decoder with mixtures of experts, which can return router logits; base of the mixtures' decoders."""
 
     _has_experts = True
     _can_record_outputs = {
@@ -231,12 +230,13 @@ class LlamoeCausalLMOutputWithPast(MoeCausalLMOutputWithPast):
 
     Attributes:
         loss: scalar, if `labels` were given; includes the router losses that the config asks for. With
-            `num_items_in_batch` each of them is weighted by this forward's fraction of the batch's labels.
-        aux_loss: scalar, the load-balancing loss before its coefficient, with `output_router_logits`.
-        logits: `[B, T, vocab_size]`, or of some tokens only (`logits_to_keep`); None where the loss alone was
-            computed (`skip_logits`, as an argument or in the config).
-        router_logits: one `[B * T, E]` a mixture layer, with `output_router_logits`.
-        expert_load: `[mixture layers, E]` int64, tokens that chose each expert, with `output_expert_load`.
+            `num_items_in_batch` each router loss counts by the share of the batch's labels that this forward has.
+        aux_loss: scalar, the load-balancing loss without its coefficient, with `output_router_logits`.
+        logits: `[B, T, vocab_size]`, or those of the tokens in `logits_to_keep`; None if only the loss was computed
+            (`skip_logits`, as an argument or in the config).
+        router_logits: `[B * T, E]` of each mixture layer, with `output_router_logits`.
+        expert_load: `[mixture layers, E]` int64, the number of tokens that chose each expert, with
+            `output_expert_load`.
     """
 
     expert_load: torch.LongTensor | None = None
@@ -281,27 +281,29 @@ class CausalLM(RouterLossMixin, LlamoePreTrainedModel):
         """Predict the next token of every position.
 
         Args:
-            input_ids: as in `DecoderModel.forward`, like all arguments without a description here.
-            labels: `[B, T]`, -100 for no loss; shifted inside. With `logits_to_keep` one for each token that is kept.
+            input_ids: this and all arguments that are not described here are as in `DecoderModel.forward`.
+            labels: `[B, T]`, the input tokens, which are shifted here; -100 for tokens without a loss. With
+                `logits_to_keep`, one label for each token that is kept.
             output_router_logits: return `router_logits` and `aux_loss`, and add
                 `router_aux_loss_coef * aux_loss` to the loss.
             output_expert_load: return `expert_load`.
-            logits_to_keep: compute logits of this many last tokens (0: all), of the tokens at these indices, `[n]` for
-                all rows or `[B, n]`, or of those where a mask `[B, T]` of bool is true: `[N, vocab_size]` of all rows.
-            skip_logits: compute the loss alone, by pieces of the tokens, so that the logits of all of them never take
-                memory; `logits` of the output is None. By default as `config.skip_logits` says, which applies where
-                labels are given and transformers' usual loss is computed.
+            logits_to_keep: compute the logits of this many last tokens (0: all); or of the tokens at these indices,
+                `[n]` for all rows or `[B, n]`; or of the tokens where a bool mask `[B, T]` is true, as
+                `[kept tokens, vocab_size]`.
+            skip_logits: compute only the loss, for some tokens at a time, so that the logits of all tokens are never in
+                memory; `logits` of the output is None. By default `config.skip_logits` decides, if labels are given and
+                the model has transformers' usual loss.
 
         Raises:
-            ValueError: inputs or labels of a wrong shape, a label that is not a token (on the CPU), router losses
-                under reentrant gradient checkpointing, where they would train nothing, or `skip_logits` with another
-                `loss_function`.
+            ValueError: inputs or labels have a wrong shape; a label is not in the vocabulary (checked on the CPU);
+                router losses under reentrant gradient checkpointing, where they would train nothing; or `skip_logits`
+                with another `loss_function`.
         """
         if labels is not None:
             if isinstance(logits_to_keep, int) and logits_to_keep == 0:
-                # Otherwise there must be a label for each kept logit, which the loss checks.
+                # With `logits_to_keep` the loss itself checks that there is a label for each kept token.
                 check_labels(labels, input_ids if inputs_embeds is None else inputs_embeds)
-            # Another loss may give other labels a meaning. The first label of a row is not used: no token precedes it.
+            # Other losses may accept other labels. The first label of a row is not used: no token predicts it.
             if self.loss_function is ForCausalLMLoss and kwargs.get("shift_labels") is None:
                 check_classes(labels[..., 1:], self.config.vocab_size, kwargs.get("ignore_index", -100))
         no_logits = must_skip_logits(
@@ -323,7 +325,7 @@ class CausalLM(RouterLossMixin, LlamoePreTrainedModel):
             **kwargs,
         )
         hidden_states = outputs.last_hidden_state
-        # Read from the config: resizing a multimodal model's embeddings updates no attribute of this class.
+        # When a multimodal model's embeddings are resized, only the config has the new size.
         vocab_size = self.config.vocab_size
         logits = loss = aux_loss = load = None
         if no_logits:
@@ -334,7 +336,7 @@ class CausalLM(RouterLossMixin, LlamoePreTrainedModel):
                 loss = self.loss_function(logits=logits, labels=labels, vocab_size=vocab_size, **kwargs)
         if labels is None and "num_items_in_batch" in kwargs and self._has_router_losses(balance):
             warnings.warn(
-                "A loss is computed from the logits alone, as Trainer does with label_smoothing_factor or "
+                "The loss is computed outside of the model, as by Trainer with label_smoothing_factor or "
                 "compute_loss_func: router_aux_loss_coef and router_z_loss_coef have no effect.",
                 stacklevel=2,
             )
@@ -363,10 +365,10 @@ def _share_of_batch(
     shift_labels: torch.Tensor | None = None,
     **_,
 ) -> torch.Tensor | float:
-    """Return the fraction of the batch's labels in this micro-batch.
+    """Return the fraction of the whole batch's labels that this micro-batch has, by which router losses are weighted.
 
-    With gradient accumulation, the language modelling loss of each micro-batch is divided by the number of labels in
-    all of them. The router losses are means over a micro-batch, and would otherwise count once for each.
+    With gradient accumulation, the language modelling loss of a micro-batch is divided by the number of labels in the
+    whole batch. A router loss is a mean over a micro-batch: without a weight, their sum would grow with their number.
     """
     if num_items_in_batch is None:
         return 1.0
@@ -378,7 +380,7 @@ def _share_of_batch(
 
 
 class LlamoeDenseForCausalLM(CausalLM, Generation, GenerationMixin):
-    """LLaMA 1 or 2 with its language model head; reads folders of transformers' `LlamaForCausalLM`."""
+    """LLaMA 1 or 2, or Mistral, with its head; reads folders of `LlamaForCausalLM` and `MistralForCausalLM`."""
 
     config: LlamoeDenseConfig
     _model_class = LlamoeDenseModel
@@ -396,8 +398,8 @@ class LlamoeMixtralForCausalLM(CausalLM, Generation, GenerationMixin):
 class LlamoeForCausalLM(CausalLM, Generation, GenerationMixin):
     """Llama 4's decoder with its language model head.
 
-    Reads folders of transformers' `Llama4ForCausalLM`, and multimodal folders (as Scout and Maverick are published)
-    without their tower and projector.
+    Reads folders of transformers' `Llama4ForCausalLM`; of multimodal folders, such as those of Scout and Maverick, it
+    reads all but tower and projector.
     """
 
     config: LlamoeTextConfig

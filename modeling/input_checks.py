@@ -1,8 +1,8 @@
-"""Checks of inputs that would otherwise give silently wrong results, or a failed assertion in a GPU kernel.
+"""Checks of inputs that would otherwise give wrong results in silence, or a failed assertion in a GPU kernel.
 
-Values (of token ids, say) are read on the CPU only, since reading them would synchronise with a GPU.
+Values, such as token ids, are checked on the CPU alone: to read them from a GPU would make the CPU wait for it.
 
-Shapes: B batch, T tokens.
+Shapes: B batch, T new tokens.
 """
 
 from typing import Any
@@ -16,19 +16,17 @@ from .kernels import is_readable
 
 
 def embed(embedding: nn.Module, input_ids: torch.Tensor) -> torch.Tensor:
-    """Return `embedding(input_ids)`, `[B, T, hidden_size]`.
+    """Return the embeddings of `input_ids` `[B, T]`, `[B, T, hidden_size]`.
 
     Raises:
-        ValueError: an id that is not a token (on the CPU).
+        ValueError: an id is not in the vocabulary (checked on the CPU).
     """
     try:
         return embedding(input_ids)
     except IndexError as error:
-        if not is_readable(input_ids):
-            raise
         lowest, highest = input_ids.min().item(), input_ids.max().item()
         raise ValueError(
-            f"input_ids contain {lowest if lowest < 0 else highest} where the model has vocab_size = "
+            f"input_ids contain {lowest if lowest < 0 else highest}, but the model has vocab_size = "
             f"{len(embedding.weight)}: use the tokenizer of this checkpoint."
         ) from error
 
@@ -39,10 +37,10 @@ def check_mask(
     """Raise a `ValueError` for a mask of a wrong shape or dtype, which would hide the wrong tokens.
 
     Args:
-        attention_mask: a tensor of at most three axes must be `[B, cached + T]`, one with four axes bool or floating.
+        attention_mask: `[B, cached tokens + T]`, or a bool or floating tensor with four axes. Dicts are not checked.
         batch_size: B.
-        num_tokens: T, the number of new tokens.
-        past_key_values: the cache. A mask for a static one may be longer than what is written so far.
+        num_tokens: T.
+        past_key_values: the cache. A static cache's length is not read, and the mask may be longer.
     """
     if not isinstance(attention_mask, torch.Tensor):
         return
@@ -50,14 +48,14 @@ def check_mask(
     if len(shape) == 4:
         if dtype in (torch.int32, torch.int64):
             raise ValueError(
-                f"attention_mask is {dtype} of shape {list(shape)}; expected: a 4-D mask of bool, true where seen, or "
-                "floats added to the scores."
+                f"attention_mask is {dtype} of shape {list(shape)}; expected: a 4-D mask of bool, true where tokens "
+                "are seen, or of floats that are added to the scores."
             )
         return
     is_static = getattr(past_key_values, "is_compileable", False)
     cached = 0 if is_static else cached_length(past_key_values)
-    fits = len(shape) == 2 and shape[0] == batch_size
-    if not (fits and (shape[1] == cached + num_tokens or (is_static and shape[1] >= num_tokens))):
+    length = shape[1] if is_static and len(shape) == 2 else cached + num_tokens
+    if shape != (batch_size, length) or length < num_tokens:
         raise ValueError(
             f"attention_mask is of shape {list(shape)}; expected: {[batch_size, cached + num_tokens]}, batch, and "
             f"{cached} cached + {num_tokens} new tokens (or a 4-D mask)."
@@ -65,9 +63,9 @@ def check_mask(
 
 
 def check_labels(labels: torch.Tensor, tokens: torch.Tensor) -> None:
-    """Raise a `ValueError` for labels that are not one for each token, which a loss would pair with other logits.
+    """Raise a `ValueError` unless `labels` are `[B, T]`, one for each token: a loss would pair them with wrong logits.
 
-    `tokens` are the `input_ids` `[B, T]` or `inputs_embeds` `[B, T, hidden_size]` of the labels.
+    `tokens` are `input_ids` `[B, T]`, or `inputs_embeds` `[B, T, hidden_size]`.
     """
     if labels.shape != tokens.shape[:2]:
         raise ValueError(
@@ -76,9 +74,9 @@ def check_labels(labels: torch.Tensor, tokens: torch.Tensor) -> None:
 
 
 def check_classes(labels: torch.Tensor, num_classes: int, ignored: int = -100) -> None:
-    """Raise a `ValueError` for a label that is negative, or not below `num_classes` (on the CPU).
+    """Raise a `ValueError` for a label that is negative or not below `num_classes` (checked on the CPU).
 
-    `labels` have any shape; `ignored` stands where no loss is wanted.
+    `labels` have any shape; the label `ignored` is allowed.
     """
     if not is_readable(labels):
         return

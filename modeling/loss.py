@@ -1,10 +1,10 @@
-"""The loss of a language model head by pieces of its tokens, which never holds the logits of all of them.
+"""The loss of a language model head, computed for a piece of the tokens at a time to save memory.
 
 The logits of 4,096 tokens over a vocabulary of 202,048 take 3.3 GB in float32, and the plain loss and its gradient hold
-several tensors of that size. Here the head is called for some tokens at a time, and again in backward. This costs one
-more product with the head's weight: four in place of three.
+several tensors of that size. Here the head computes the logits of one piece after the other, and computes them again in
+backward. So its weight is multiplied four times in place of three.
 
-The head is called as a module, so that adapters, packed weights, hooks and parallel plans serve as they do for logits.
+The head is called as a module, so that adapters, packed weights, hooks and parallel plans work as for all logits.
 
 Shapes: B batch, T tokens, V vocabulary.
 """
@@ -23,7 +23,7 @@ from .kernels import is_transformed
 logger = logging.get_logger(__name__)
 
 PIECE_LOGITS = 1 << 25
-"""Logits of a piece: 128 MiB in float32, of which backward holds about four."""
+"""Number of logits in a piece: 128 MiB in float32. Backward holds about four tensors of this size."""
 
 
 def must_skip_logits(
@@ -34,14 +34,14 @@ def must_skip_logits(
     loss_function: Callable,
     logits_to_keep: int | torch.Tensor,
 ) -> bool:
-    """Return whether a forward computes the loss alone.
+    """Return True if a forward should compute the loss, but return no logits.
 
     Args:
-        wanted: the argument `skip_logits`; None leaves it to the config.
-        by_config: `config.skip_logits`.
-        is_training: whether the model is in `train()`.
-        labels: the labels; without them there is no loss.
-        loss_function: the model's loss; only the usual one can be computed by pieces.
+        wanted: the argument `skip_logits`; None leaves the choice to the config.
+        by_config: `config.skip_logits`: True means in training, "always" also in evaluation.
+        is_training: the model is in training mode.
+        labels: the labels; without labels there is no loss.
+        loss_function: the model's loss; only transformers' `ForCausalLMLoss` can be computed by pieces.
         logits_to_keep: if it is not 0, the caller needs logits.
 
     Raises:
@@ -61,8 +61,8 @@ def must_skip_logits(
         return False
     if by_config == "always" and not is_training and not is_torchdynamo_compiling():
         logger.warning_once(
-            "config.skip_logits = 'always': evaluation with labels computes the loss alone, too, and output.logits "
-            "is None. For compute_metrics, or whatever else reads logits, set it to True, which means training."
+            "config.skip_logits = 'always': in evaluation with labels, too, only the loss is computed, and "
+            "output.logits is None. If compute_metrics or other code reads logits, set it to True: in training only."
         )
     return by_config == "always" or (bool(by_config) and is_training)
 
@@ -77,16 +77,16 @@ def loss_without_logits(
     shift_labels: torch.Tensor | None = None,
     **_: Any,
 ) -> torch.Tensor:
-    """Compute transformers' `ForCausalLMLoss` of `head(hidden_states)` by pieces; equal except for rounding.
+    """Compute transformers' `ForCausalLMLoss` of `head(hidden_states)` by pieces; the result differs by rounding only.
 
     Args:
-        head: maps `[B, t, hidden_size]` to `[B, t, V]`; called for some tokens of all rows at a time.
+        head: maps `[B, t, hidden_size]` to `[B, t, V]`, for t tokens of all rows at a time.
         hidden_states: `[B, T, hidden_size]`.
-        labels: `[B, T]`; each is compared with what the token before it predicts.
-        vocab_size: V, by which the size of pieces is chosen.
-        num_items_in_batch: what the sum of losses is divided by; None: the number of labels that count.
-        ignore_index: label without a loss.
-        shift_labels: `[B, T]`, labels that are shifted already, instead of `labels`.
+        labels: `[B, T]`; each label is compared with what the token before it predicts.
+        vocab_size: V, from which the size of pieces follows.
+        num_items_in_batch: the number by which the sum of losses is divided; None: the number of labels with a loss.
+        ignore_index: label of tokens without a loss.
+        shift_labels: `[B, T]`, labels that are shifted already, in place of `labels`.
 
     Returns:
         scalar, float32.
@@ -96,18 +96,18 @@ def loss_without_logits(
     batch_size, num_tokens = hidden_states.shape[:2]
     labels = shift_labels.reshape(batch_size, num_tokens)
 
-    def sum_of(some: torch.Tensor, their_labels: torch.Tensor) -> torch.Tensor:
-        logits = head(some).float().flatten(0, 1)
-        targets = their_labels.reshape(-1).to(logits.device)
+    def sum_of_losses(states_piece: torch.Tensor, labels_piece: torch.Tensor) -> torch.Tensor:
+        logits = head(states_piece).float().flatten(0, 1)
+        targets = labels_piece.reshape(-1).to(logits.device)
         return nn.functional.cross_entropy(logits, targets, ignore_index=ignore_index, reduction="sum")
 
     step = max(PIECE_LOGITS // max(batch_size * vocab_size, 1), 1)
     pieces = zip(hidden_states.split(step, 1), labels.split(step, 1), strict=True)
-    # Transforms of torch.func do not support checkpointing, which needs hooks of saved tensors.
+    # Under transforms of torch.func there is no checkpointing: they do not support its hooks on saved tensors.
     if torch.is_grad_enabled() and not is_transformed():
-        sums = [checkpoint(sum_of, *piece, use_reentrant=False) for piece in pieces]
+        sums = [checkpoint(sum_of_losses, *piece, use_reentrant=False) for piece in pieces]
     else:
-        sums = [sum_of(*piece) for piece in pieces]
+        sums = [sum_of_losses(*piece) for piece in pieces]
     total = torch.stack(sums).sum()
     count = (labels != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch
     return total / (count.to(total.device) if isinstance(count, torch.Tensor) else count)

@@ -1,11 +1,11 @@
-"""Llama 4 as a whole: tower, projector and decoder.
+"""Llama 4 as a whole: vision tower, projector and decoder.
 
-Image features replace the embeddings of the `<|patch|>` tokens (early fusion) and are attended to causally, like
-text. The processor is transformers' `Llama4Processor`; one tile of 336 pixels is 144 such tokens.
+The features of images replace the embeddings of the `<|patch|>` tokens (early fusion); attention over them is causal,
+as over text. A tile of 336 x 336 pixels has 144 such tokens, which transformers' `Llama4Processor` puts into the text.
 
-Stock registers the whole language model, head included, as the child `language_model` and has no base model. Its keys
-are kept, in memory too. So `model`, the base model that transformers' tools look for, is a property here: an
-unregistered `LlamoeModel`, a view over the same modules.
+Stock's class has the whole language model, with its head, as the child `language_model`, and no base model. llamoe's
+modules have the same names. transformers' tools look for a base model as `model`: here this is a property, which
+returns a `LlamoeModel` made of the same modules.
 """
 
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ from .vision import LlamoeVisionModel
 
 
 class MultiModalProjector(nn.Module):
-    """One linear layer from the tower's width to the decoder's."""
+    """One linear layer, from the width of the tower's output to the decoder's."""
 
     def __init__(self, config: LlamoeConfig):
         super().__init__()
@@ -39,7 +39,7 @@ class MultiModalProjector(nn.Module):
         self.linear_1 = Linear(width, config.text_config.hidden_size, bias=False)
 
     def forward(self, image_features: torch.Tensor) -> torch.Tensor:
-        """Map `[..., vision_output_dim]` to `[..., hidden_size]`."""
+        """Map `[..., vision_output_dim]` to the decoder's `[..., hidden_size]`."""
         return self.linear_1(image_features)
 
 
@@ -66,7 +66,7 @@ class LlamoeConditionalGenerationOutputWithPast(LlamoeCausalLMOutputWithPast):
 
 
 class MultimodalModel(LlamoePreTrainedModel):
-    """Tower and projector, and the merging of their features into the text's embeddings."""
+    """A text model with tower and projector, whose features replace the embeddings of image tokens."""
 
     config: LlamoeConfig
     input_modalities = ("image", "text")
@@ -96,7 +96,7 @@ class MultimodalModel(LlamoePreTrainedModel):
             **kwargs: `output_hidden_states`, `output_attentions` of the tower.
 
         Returns:
-            the tower's output; its `pooler_output` holds the projected features,
+            the tower's output; its `pooler_output` is replaced by the projected features,
             `[tiles, tokens_per_tile, hidden_size]`.
         """
         output = self.vision_model(pixel_values, **{**kwargs, "return_dict": True})
@@ -118,25 +118,26 @@ class MultimodalModel(LlamoePreTrainedModel):
         mm_encoder_outputs: dict[str, BaseModelOutputWithPooling] | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> Any:
-        """Run tower and text model.
+        """Run tower and text model on B texts of T tokens with images.
 
         Args:
-            input_ids: `[B, T]` with one image token for every feature of every tile; either these or `inputs_embeds`.
-            pixel_values: `[tiles, C, image_size, image_size]`, the tiles of all images of all rows in the order of
+            input_ids: `[B, T]`, with one image token for each feature of each tile. Give either these or
+                `inputs_embeds`.
+            pixel_values: `[tiles, C, image_size, image_size]`, the tiles of all images of all rows, in the order of
                 the text; None if no row has an image.
-            attention_mask: `[B, past + T]`, zeros on padding.
-            position_ids: `[B or 1, T]`, see `DecoderModel.forward`.
+            attention_mask: `[B, cached tokens + T]`, zeros on padding.
+            position_ids: `[B or 1, T]`, as in `DecoderModel.forward`.
             past_key_values: KV cache of earlier tokens.
-            inputs_embeds: `[B, T, hidden_size]`; the image token's own embedding marks the places for images.
-            use_cache: whether to make a cache.
-            mm_encoder_outputs: `{"image": get_image_features(...)}` instead of `pixel_values`.
+            inputs_embeds: `[B, T, hidden_size]`. Features replace the vectors that equal the image token's embedding.
+            use_cache: make a cache if none is given; by default as the config says.
+            mm_encoder_outputs: `{"image": get_image_features(...)}` in place of `pixel_values`.
             **kwargs: arguments of the text model, such as `output_router_logits`.
 
         Returns:
-            the text model's output, with the tower's as `image_hidden_states`.
+            the text model's output, and the tower's output as `image_hidden_states`.
 
         Raises:
-            ValueError: the numbers of image tokens and image features differ, or images of the wrong shape.
+            ValueError: there are more image tokens than features, or fewer; or `pixel_values` have a wrong shape.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("You must specify exactly one of input_ids or inputs_embeds.")
@@ -162,7 +163,7 @@ class MultimodalModel(LlamoePreTrainedModel):
         pixel_values: torch.Tensor | None,
         images: BaseModelOutputWithPooling | None,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Return the embeddings, with image features in their places, and the tower's output."""
+        """Return the embeddings with features in place of image tokens, and the tower's output; None without images."""
         if inputs_embeds is None:
             inputs_embeds = embed(self.language_model.get_input_embeddings(), input_ids)
         if images is not None and pixel_values is not None:
@@ -178,7 +179,7 @@ class MultimodalModel(LlamoePreTrainedModel):
         if features.shape[-1] != inputs_embeds.shape[-1]:
             raise ValueError(
                 f"mm_encoder_outputs['image'] has features of size {features.shape[-1]}, but hidden_size = "
-                f"{inputs_embeds.shape[-1]}: they are another model's. Give pixel_values instead."
+                f"{inputs_embeds.shape[-1]}. Compute them by this model's get_image_features, or give pixel_values."
             )
         is_image = self._image_places(input_ids, inputs_embeds)
         if not is_tracing(is_image) and (num_tokens := int(is_image.sum())) != len(features):
@@ -190,7 +191,7 @@ class MultimodalModel(LlamoePreTrainedModel):
     def _image_places(
         self, input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None
     ) -> torch.Tensor:
-        """Return `[B, T]`, true where an image feature belongs."""
+        """Return a bool mask `[B, T]`, true on image tokens."""
         token_id = self.config.image_token_index
         if input_ids is not None:
             return input_ids == token_id
@@ -200,13 +201,13 @@ class MultimodalModel(LlamoePreTrainedModel):
         ).all(-1)
 
     def _check_no_image_tokens(self, input_ids: torch.Tensor | None, past_key_values: Cache | None) -> None:
-        """Raise a `ValueError` if a text has image tokens for whole tiles, but no pictures were given."""
-        # Do not read a static cache's length, which would synchronise with a GPU.
+        """Raise a `ValueError` if texts have the image tokens of whole tiles, but no pictures were given."""
+        # A static cache's length is on the device: the CPU would wait for a GPU to read it.
         is_static = getattr(past_key_values, "is_compileable", False)
         is_first = past_key_values is None or not (is_static or past_key_values.get_seq_length())
         if input_ids is None or not is_first or is_tracing(input_ids):
             return
-        # A stray image token in a text does not mean a forgotten picture.
+        # A single image token in a text does not mean that a picture was forgotten.
         num_tokens = int((input_ids == self.config.image_token_index).sum())
         tokens_per_tile = self.config.vision_config.tokens_per_tile
         if num_tokens and tokens_per_tile > 1 and num_tokens % tokens_per_tile == 0:
@@ -215,13 +216,13 @@ class MultimodalModel(LlamoePreTrainedModel):
     def _mismatch(self, num_tokens: int, num_features: int) -> str:
         return (
             f"Image features and image tokens do not match: {num_tokens} image tokens (id "
-            f"{self.config.image_token_index}) in the text, {num_features} image features. Each tile gives "
-            f"{self.config.vision_config.tokens_per_tile}: make input_ids and pixel_values with one call of the "
+            f"{self.config.image_token_index}) in the text, {num_features} image features. Each tile has "
+            f"{self.config.vision_config.tokens_per_tile}: make input_ids and pixel_values by one call of the "
             "processor, and do not truncate inside an image."
         )
 
     def _with_config_defaults(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        # The parts read their own configs; the multimodal config's values apply to all of them.
+        # Tower and text model read their own configs. What the multimodal config says is passed on to the text model.
         for name in (
             "output_hidden_states",
             "output_attentions",
@@ -248,7 +249,7 @@ class LlamoeModel(MultimodalModel):
     def over(
         cls, config: LlamoeConfig, tower: nn.Module, projector: nn.Module, text_model: nn.Module
     ) -> "LlamoeModel":
-        """Return a model over modules that belong to another one; nothing is copied or initialized."""
+        """Return a `LlamoeModel` made of another model's modules, which are neither copied nor initialized."""
         view = cls.__new__(cls)
         nn.Module.__init__(view)
         view.config = config
@@ -259,15 +260,15 @@ class LlamoeModel(MultimodalModel):
 
 
 class LlamoeForConditionalGeneration(MultimodalModel, Generation, GenerationMixin):
-    """Llama 4 with its language model head: images and text in, text out.
+    """Llama 4 with its language model head, which continues texts with images.
 
     Reads folders of transformers' `Llama4ForConditionalGeneration`.
     """
 
     _text_class = LlamoeForCausalLM
     _output_class = LlamoeConditionalGenerationOutputWithPast
-    # Keys of a folder that `LlamoeModel` saved. Only this class's own loading uses them: servers run a `LlamoeModel`
-    # and apply the registered patterns of both classes in sequence, and this one would undo the other's.
+    # For folders that `LlamoeModel` has saved. Only this class's `from_pretrained` uses the pattern. Servers run a
+    # `LlamoeModel` and apply the registered patterns of both classes, and this one would undo that of `LlamoeModel`.
     _checkpoint_prefixes = {r"language_model\.(?!model\.|lm_head\.)": "language_model.model."}
     _registers_prefixes = False
 
@@ -280,18 +281,18 @@ class LlamoeForConditionalGeneration(MultimodalModel, Generation, GenerationMixi
 
     @property
     def model(self) -> LlamoeModel:
-        """The model without its head: a view over the same modules, renewed when one of them is replaced."""
+        """The model without its head: a `LlamoeModel` made of this model's modules, renewed when one is replaced."""
         parts = (self.vision_model, self.multi_modal_projector, self.language_model.model)
         view = self.__dict__.get("_model_view")
         if view is None or any(mine is not its for mine, its in zip(parts, view.children(), strict=True)):
             view = LlamoeModel.over(self.config, *parts)
-            # Bypass `nn.Module.__setattr__`, which would register it as a child.
+            # `nn.Module.__setattr__` would register it as a child.
             self.__dict__["_model_view"] = view
         view.training = self.training
         return view
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute; a new `model` replaces the parts (nn.Module would register it beside them)."""
+        """Set an attribute; a new `model` replaces tower, projector and decoder instead of becoming a child."""
         if name != "model":
             super().__setattr__(name, value)
             return

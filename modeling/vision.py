@@ -1,15 +1,15 @@
-"""The vision tower: Llama 4's image encoder and, by the config's switches, MetaCLIP's.
+"""The vision tower: Llama 4's image encoder or, by the config's switches, MetaCLIP's.
 
-Both are the same pre-norm ViT (Dosovitskiy et al. 2020, arXiv 2010.11929). Llama 4's adds 2-D rotary positions in
-every layer and, after the encoder, an adapter that folds blocks of neighbouring patches into one token. MetaCLIP's
-(Xu et al. 2023, arXiv 2309.16671) has no rotary positions, may use QuickGELU, and projects its class token to an
-image embedding. Sources: Meta's llama-models, `models/llama4/vision`, and open_clip's `VisionTransformer`.
+Both are the same pre-norm ViT (Dosovitskiy et al. 2020, arXiv 2010.11929). Llama 4's encoder adds 2-D rotary positions
+in every layer, and after the last layer an adapter that folds blocks of neighbouring patches into one token. MetaCLIP's
+(Xu et al. 2023, arXiv 2309.16671) has no rotary positions, may use QuickGELU, and projects its class token to an image
+embedding. Sources: Meta's llama-models, `models/llama4/vision`, and open_clip's `VisionTransformer`.
 
-The layout of weights is that of Llama 4 checkpoints: patches row by row and the class token *last*. open_clip has it
-first, a fused query-key-value weight and a convolution: conversion rearranges all three.
+The layout is that of Llama 4's checkpoints: patches row by row, then the class token. open_clip has the class token
+first, one weight for query, key and value, and a convolution for the patches; conversion rearranges these weights.
 
 Shapes: N tiles (images, or parts of one), C channels, G patches along a side, T = G * G + 1 tokens, D hidden size,
-H heads, K head_dim, P patch side in pixels, S patches along the side of a block that one output token covers.
+H heads, K head_dim, P patch side in pixels, S patches along the side of a block that becomes one output token.
 """
 
 import math
@@ -32,9 +32,10 @@ from .layers import Linear, activation, rotary_2d_cos_sin, rotate
 
 
 class PatchEmbedding(nn.Module):
-    """Cut a tile into P x P patches and map each to D channels: a strided convolution without bias.
+    """Cuts a tile into patches of P x P pixels and maps each to D channels, as a strided convolution without bias does.
 
-    It is a linear layer, which takes LoRA like any other; a convolution's weight fits after `weight.reshape(D, -1)`.
+    The map is a linear layer, so that LoRA adapts it like all others. A convolution's weight becomes its weight by
+    `weight.reshape(D, -1)`.
     """
 
     def __init__(self, config: LlamoeVisionConfig):
@@ -52,7 +53,7 @@ class PatchEmbedding(nn.Module):
 
 
 class VisionAttention(nn.Module):
-    """Full (unmasked) multi-head attention over one tile's tokens, with optional 2-D rotary positions."""
+    """Multi-head attention over the tokens of one tile, without a mask, optionally with 2-D rotary positions."""
 
     def __init__(self, config: LlamoeVisionConfig):
         super().__init__()
@@ -81,12 +82,12 @@ class VisionAttention(nn.Module):
         Args:
             hidden_states: `[N, T, D]`.
             cos_sin: each `[1, T, 1, K]` float32, or None for no rotation.
-            with_weights: run `eager`, the only implementation with weights, whatever the config says.
+            with_weights: use the implementation `eager`, whatever the config says, since no other returns weights.
 
         Returns:
             `[N, T, D]`, and the attention weights `[N, H, T, T]` under `eager`, else None.
         """
-        # Infer the number of heads: under tensor parallelism a rank holds only some of them.
+        # The number of heads follows from the tensor: under tensor parallelism each process has only some heads.
         heads = (-1, self.head_dim)
         q_NTHK, k_NTHK, v_NTHK = (
             linear(hidden_states).unflatten(-1, heads) for linear in (self.q_proj, self.k_proj, self.v_proj)
@@ -138,7 +139,7 @@ class VisionEncoderLayer(GradientCheckpointingLayer):
         cos_sin: tuple[torch.Tensor, torch.Tensor] | None,
         with_weights: bool = False,
     ) -> torch.Tensor:
-        """Map `[N, T, D]` to the same shape; `cos_sin` and `with_weights` as in `VisionAttention`."""
+        """Map `[N, T, D]` to the same shape; `cos_sin` and `with_weights` as in `VisionAttention.forward`."""
         attended, _ = self.self_attn(self.input_layernorm(hidden_states), cos_sin, with_weights)
         hidden_states = hidden_states + attended
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
@@ -159,12 +160,14 @@ class VisionEncoder(nn.Module):
         run_all: bool,
         with_weights: bool = False,
     ) -> torch.Tensor:
-        """Return the output of one of the layers.
+        """Return the output of one of the layers, `[N, T, D]`.
 
         Args:
-            hidden_states: `[N, T, D]`, as the result; `cos_sin` and `with_weights` are as in `VisionAttention`.
-            depth: number of layers behind the returned states; 0 returns the input.
-            run_all: also run the later layers (for callers that record every layer's output).
+            hidden_states: `[N, T, D]`.
+            cos_sin: as in `VisionAttention.forward`.
+            depth: return the output of this layer, counted from 1; 0 means the input.
+            run_all: run the later layers, too, for callers that record the output of every layer.
+            with_weights: as in `VisionAttention.forward`.
         """
         selected = hidden_states
         for number, layer in enumerate(self.layers, start=1):
@@ -177,26 +180,26 @@ class VisionEncoder(nn.Module):
 
 
 def pixel_shuffle(patches: torch.Tensor, ratio: float) -> torch.Tensor:
-    """Fold each S x S block of neighbouring patches into the channels of one token.
+    """Fold each block of S x S neighbouring patches into the channels of one token.
 
     Args:
         patches: `[N, G * G, D]`, row by row, without the class token.
-        ratio: 1 / S; at 0.5 a quarter of the tokens has four times the channels.
+        ratio: 1 / S. With 0.5 there are a quarter of the tokens, with four times the channels.
 
     Returns:
-        `[N, (G / S) ** 2, S * S * D]`, row by row; a token joins its patches' channels row by row.
+        `[N, (G / S) ** 2, S * S * D]`, row by row; each token has the channels of its patches, row by row.
 
     Raises:
-        ValueError: the patches form no square, or 1 / ratio is not an integer that divides its side.
+        ValueError: the patches form no square, or 1 / ratio is not an integer that divides the square's side.
     """
-    # While `torch.jit.trace` runs, sizes are tensors.
+    # Under `torch.jit.trace` sizes are tensors.
     num_patches = int(patches.shape[1])
     side, block = math.isqrt(num_patches), round(1 / ratio)
     if side * side != num_patches or side % block or abs(block * ratio - 1) > 1e-6:
         raise ValueError(
-            f"pixel_shuffle folds a square grid in whole blocks; got {num_patches} patches (side "
-            f"{num_patches**0.5:g}) and ratio {ratio}, which makes blocks of side {1 / ratio:g}. Choose "
-            "image_size, patch_size and pixel_shuffle_ratio so that the grid is a multiple of the block."
+            f"pixel_shuffle folds a square of patches by whole blocks, but {num_patches} patches have the side "
+            f"{num_patches**0.5:g}, and with ratio {ratio} blocks have the side {1 / ratio:g}. Choose image_size, "
+            "patch_size and pixel_shuffle_ratio so that the first side is a multiple of the second."
         )
     x_NGSGSD = patches.unflatten(1, (side // block, block, side // block, block))
     x_NGGSSD = x_NGSGSD.permute(0, 1, 3, 2, 4, 5)
@@ -204,10 +207,9 @@ def pixel_shuffle(patches: torch.Tensor, ratio: float) -> torch.Tensor:
 
 
 class VisionAdapterFeedForward(nn.Module):
-    """Two linear layers, with the activation and dropout between them and the activation again at the end.
+    """Two linear layers, with GELU and dropout between them and, as the config says, GELU at the end.
 
-    The activation is exact GELU for every encoder: Llama 4's adapter was trained with it, and behind a MetaCLIP
-    encoder the adapter is new.
+    It is the exact GELU, whatever the encoder's activation is, since Llama 4's adapter was trained with it.
     """
 
     def __init__(self, config: LlamoeVisionConfig):
@@ -227,7 +229,7 @@ class VisionAdapterFeedForward(nn.Module):
 
 
 class VisionAdapter(nn.Module):
-    """Pixel shuffle, then a feed-forward: patches become fewer and wider tokens."""
+    """Turns patches into fewer tokens with more channels: pixel shuffle, then a feed-forward."""
 
     def __init__(self, config: LlamoeVisionConfig):
         super().__init__()
@@ -242,8 +244,8 @@ class VisionAdapter(nn.Module):
 class LlamoeVisionModel(LlamoePreTrainedModel):
     """Maps image tiles to visual tokens, and to a CLIP embedding if the config has `projection_dim`.
 
-    Tiles do not see each other: the tiles of one image, of several images and of several rows are one batch, and the
-    caller puts the tokens into their places. Reads its part of multimodal folders too.
+    Tiles do not see each other, so the tiles of all images of all rows are one batch; the caller puts their tokens into
+    the text. The class also reads its part of multimodal folders.
     """
 
     config_class = LlamoeVisionConfig
@@ -252,15 +254,15 @@ class LlamoeVisionModel(LlamoePreTrainedModel):
     main_input_name = "pixel_values"
     input_modalities = ["image"]
     _no_split_modules = ["VisionEncoderLayer"]
-    # Under checkpointing transformers makes this module's output require a gradient.
+    # Under gradient checkpointing transformers makes the output of this module require a gradient.
     _input_embed_layer = "patch_embedding"
-    # In multimodal folders the tower's keys begin with the base model's prefix.
+    # Prefix of the tower's keys in multimodal folders.
     _checkpoint_prefixes = {r"vision_model\.": ""}
     _keys_passed_over = [r"^language_model\.", r"^multi_modal_projector\."]
     _can_record_outputs = {"hidden_states": VisionEncoderLayer, "attentions": VisionAttention}
-    # transformers' quantizers skip these modules, whatever a user's own list says. A patch of 14 x 14 pixels in three
-    # colours has 588 numbers, no multiple of the blocks of 64 that kernels read: quanto's int8 then crashes the
-    # process on a CPU. `_get_dtype_plan` of the base class prevents that they stay in float32.
+    # transformers' quantizers leave these modules plain, whatever a user's own list says. A patch of 14 x 14 pixels in
+    # three colours has 588 numbers, but quanto's int8 kernel reads blocks of 64, and crashes the process on a CPU.
+    # They are not kept in float32, as the name says, since `_get_dtype_plan` of the base class leaves them out.
     _keep_in_fp32_modules = [r"(.*\.)?patch_embedding"]
 
     def __init__(self, config: PreTrainedConfig):
@@ -292,19 +294,19 @@ class LlamoeVisionModel(LlamoePreTrainedModel):
 
         Args:
             pixel_values: `[N, C, image_size, image_size]`, floating, normalized; cast to the weights' dtype.
-            **kwargs: `output_hidden_states`, `output_attentions` (that pass then runs `eager`), `return_dict`; others
-                are ignored, since a multimodal model's keywords (packed sequence lengths, say) describe its text.
+            **kwargs: `output_hidden_states`, `output_attentions` (attention then uses `eager`), `return_dict`. All
+                others are ignored: a multimodal model passes keywords that describe its text.
 
         Returns:
-            `last_hidden_state`: with the adapter `[N, tokens_per_tile, projector_output_dim]`; without it the
-            normalized states `[N, G * G, D]`, or `[N, T, D]` with the class token last if
-            `vision_feature_select_strategy` is "full".
-            `pooler_output`: with `projection_dim` the projected class token `[N, projection_dim]`, not of unit
-            length; else, without an adapter, the class token's state `[N, D]`; else None.
+            `last_hidden_state`: with an adapter `[N, tokens_per_tile, projector_output_dim]`. Without one the states
+            after `layernorm_post`: `[N, G * G, D]`, or with `vision_feature_select_strategy="full"` `[N, T, D]`, the
+            class token last.
+            `pooler_output`: with `projection_dim` the projected class token `[N, projection_dim]`, not normalized;
+            otherwise without an adapter the class token's state `[N, D]`; otherwise None.
             `hidden_states`: the first layer's input and every layer's output, before `layernorm_post`.
 
         Raises:
-            ValueError: pixel_values has the wrong rank, channels or size, no tile, or an integer dtype.
+            ValueError: pixel_values have a wrong shape, or an integer dtype.
         """
         self.check_pixel_values(pixel_values)
         config = self.config
@@ -317,7 +319,7 @@ class LlamoeVisionModel(LlamoePreTrainedModel):
         if config.use_rope:
             theta = cast(dict, config.rope_parameters)["rope_theta"]
             cos_sin = rotary_2d_cos_sin(config.grid_size, config.head_dim, theta, x_NTD.device)
-        # An index into `hidden_states`: 0 is the first layer's input, -1 the last layer's output.
+        # `vision_feature_layer` is an index into `hidden_states`: 0 is the first layer's input, -1 the last output.
         depth = range(len(self.model.layers) + 1)[config.vision_feature_layer]
         with_states, with_weights = (
             kwargs.get(name, getattr(config, name, False)) not in (None, False)
@@ -337,7 +339,7 @@ class LlamoeVisionModel(LlamoePreTrainedModel):
         return BaseModelOutputWithPooling(last_hidden_state=last_hidden_state, pooler_output=pooled)
 
     def _pixel_dtype(self) -> torch.dtype:
-        # Pixels must not be rounded to the storage dtype of a quantized weight (uint8, float8).
+        # A quantized weight has a dtype for storage, such as uint8 or float8, to which pixels must not be rounded.
         dtype = self.patch_embedding.linear.weight.dtype
         is_compute_dtype = dtype.is_floating_point and dtype.itemsize > 1
         return dtype if is_compute_dtype else self.class_embedding.dtype

@@ -1,6 +1,3 @@
-"""Adapters to servers.
-
-Reading order: vllm_plugin (a plugin, which vLLM imports).
-"""
+"""The plugin with which vLLM serves llamoe's models; `vllm_plugin` is the only file."""
 
 __all__ = []

@@ -27,11 +27,11 @@ Example = tuple[Image.Image, str, str, str]
 
 
 def draw_examples(count: int, seed: str = "held out") -> list[Example]:
-    """Draw pictures with a question each, all kinds equally often; the training has seeds of another form."""
+    """Draw pictures with a question each, of all kinds equally often, from seeds that training does not use."""
     examples, kinds = [], list(WORDINGS)
     for number in range(count):
         rng, kind = random.Random(f"{seed}/{number}"), kinds[number % len(kinds)]
-        # Places are asked of two shapes or three.
+        # Questions about places need two or three shapes.
         scene = draw_scene(rng, count=rng.randint(2, 3) if kind in ("which", "where") else None)
         examples.append((scene.picture, *ask(rng, scene, (kind,))))
     return examples

@@ -1,9 +1,9 @@
 """Train the model in `examples/llamoe-tiny` from nothing: `make train-tiny`.
 
-The folder's configuration says what the model is, and its processor reads words and pictures; the weights begin at
-random. Training has two stages, since a tower that learns from words alone makes almost no progress for a very long
-time. First the tower learns to see: linear heads, which are thrown away, read from each of a picture's 16 tokens which
-shape is there. Then the tower stays as it is, and the decoder learns to answer. One seed decides all.
+The folder gives the model's configuration and its processor; the weights are random at first. Training has two stages,
+since a tower that is trained by words alone makes almost no progress for a very long time. First the tower is trained:
+linear heads, which are thrown away later, predict from each of a picture's 16 tokens the shape at its place. Then the
+tower is frozen, and the decoder is trained to answer. One seed determines everything.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ import llamoe
 
 OUT = Path("trained-tiny")
 SEED = 0
-# Steps whose mean loss makes a line of the log.
+# Number of steps whose mean loss is a line of the log.
 LOGGED = 50
 # The processor puts a picture into the upper left of a square, which the tower sees as 4 x 4 parts.
 PARTS = 4
@@ -50,7 +50,7 @@ class Stage:
 
 SEEING = Stage("seeing", 1500, 64, 6e-3)
 ANSWERING = Stage("answering", 5000, 32, 5e-3)
-# What depends on a word of the question takes longest to learn, and comes more often.
+# Questions whose answers depend on one of their words take longest to learn, and are drawn more often.
 KINDS = ("caption", "count", "which", *("colour", "shape", "where") * 2, *("exists",) * 3)
 
 
@@ -61,7 +61,7 @@ def draw_scenes(rng: random.Random, count: int) -> list[Scene]:
 
 
 def label_parts(scene: Scene) -> list[list[int]]:
-    """Number colour, shape and place of what each part of a picture shows, `[16, 3]`; zeros where nothing is."""
+    """Return the numbers of colour, shape and place of the item in each part of a picture, `[16, 3]`; 0 is nothing."""
     side = max(scene.picture.size) / PARTS
     labels = []
     for part in range(PARTS**2):
@@ -145,7 +145,7 @@ def main() -> None:
     """Train both stages, save in bfloat16 and measure the saved model."""
     set_seed(SEED)
     processor = AutoProcessor.from_pretrained(examine.FOLDER)
-    # Before it pads batches, which its tokenizer's file would keep.
+    # Save the processor before it pads batches: its tokenizer's file would keep that setting.
     processor.save_pretrained(OUT)
     model = llamoe.LlamoeForConditionalGeneration(llamoe.LlamoeConfig.from_pretrained(examine.FOLDER))
     model.generation_config = GenerationConfig.from_pretrained(examine.FOLDER)
@@ -166,7 +166,7 @@ def main() -> None:
         return torch.stack(losses).sum()
 
     def answering_loss(rng: random.Random) -> torch.Tensor:
-        # Chats of one length need little padding. Those of one question teach to look, not to repeat an answer.
+        # Chats of one length need little padding. With one question the model cannot copy from an earlier answer.
         questions = rng.choice((1, 1, 2, 3))
         chats = [write_chat(rng, scene, questions) for scene in draw_scenes(rng, ANSWERING.batch_size)]
         # With its router logits the model adds the loss that balances its experts.

@@ -1,7 +1,7 @@
-"""Patches of peft's private functions for llamoe's models, each with its reason.
+"""Patches of functions of peft for llamoe's models, each with the user's report that is its reason.
 
-Importing this file changes peft, so it is imported when peft is (`peft_registration`). Each function here stands for
-one of peft's, which it gets as `original`. All were seen in peft 0.21.2.
+This file changes peft when it is imported (`peft_registration.py`). Each decorated function replaces one of peft's, and
+gets that as `original`. All were checked with peft 0.21.2.
 """
 
 import functools
@@ -32,8 +32,8 @@ from .loading import LoadsAdapters
 from .stack_targets import choose_parameters, refuse_unsupported
 from .unsupported import unsupported
 
-# For these model types peft converts Mixtral adapters of transformers 4: it maps "all-linear" and the names of single
-# experts' layers to the stacks of transformers 5.
+# For model types in this table peft converts the configs of adapters that were made with transformers 4. For Mixtral it
+# replaces "all-linear", and names of single experts' layers, by the stacks of transformers 5.
 _MODEL_TO_CONVERSION_PATTERN[LlamoeMixtralConfig.model_type] = _MODEL_TO_CONVERSION_PATTERN[
     LlamoeMixtralConfig.stock_model_type
 ]
@@ -42,7 +42,7 @@ _MODEL_TO_CONVERSION_PATTERN[LlamoeMixtralConfig.model_type] = _MODEL_TO_CONVERS
 def instead_of(owner: Any, name: str) -> Callable[[Callable], Callable]:
     """Replace `owner.name` by the decorated function, which gets the original as its first argument.
 
-    Modules that have imported the original by name get it, too.
+    It is also replaced in modules that have imported the original by name.
     """
     original = vars(owner)[name]
 
@@ -61,12 +61,12 @@ def instead_of(owner: Any, name: str) -> Callable[[Callable], Callable]:
 
 
 # "layers_to_transform does nothing for my experts", "all-linear has trained the vision tower, too", "the head of my
-# multimodal model is the embedding, and is not trained with it": peft makes layers without consulting the model.
+# multimodal model is tied to the embedding, and is not trained with it": peft asks no model which layers to adapt.
 @instead_of(tuners_utils.BaseTuner, "inject_adapter")
 def inject_adapter(
     original: Callable, self: Any, model: nn.Module, adapter_name: str, *args, **kwargs
 ) -> None:
-    """Make an adapter's layers: of our classes, for the parameters that the whole config chooses."""
+    """Add an adapter's layers to a model: of llamoe's classes, for the parameters that the whole config chooses."""
     if not isinstance(model, LoadsAdapters):
         return original(self, model, adapter_name, *args, **kwargs)
     config = self.peft_config[adapter_name]
@@ -74,9 +74,9 @@ def inject_adapter(
         layers = {Experts: ParamWrapper, Linear: lora_linear, QuantizedLinear: lora_linear}
         config._register_custom_module(layers)
     if getattr(config, "target_modules", "") is None:
-        # For Mixtral the conversion would turn None into an empty set, which overrides peft's default.
+        # Fill in peft's default now: for Mixtral the conversion below would turn None into an empty set.
         self._prepare_adapter_config(config, self.get_model_config(model))
-    # `original` starts with this conversion, which may add parameters.
+    # peft begins with this conversion, too, but the parameters that it adds are needed here.
     convert_peft_config_for_transformers(config, model, None)
     _leave_out_tower(config, model)
     choose_parameters(config, model)
@@ -86,7 +86,7 @@ def inject_adapter(
 
 
 def _leave_out_tower(config: Any, model: nn.Module) -> None:
-    """Replace "all-linear" by layer names without the vision tower's, unless `exclude_modules=[]`."""
+    """Replace "all-linear" by the names of the linear layers without the tower's, unless `exclude_modules` is []."""
     targets = getattr(config, "target_modules", None)
     tower = {
         f"{tower}.{name}"
@@ -94,11 +94,8 @@ def _leave_out_tower(config: Any, model: nn.Module) -> None:
         if tower and isinstance(module, LoadsAdapters) and isinstance(module.config, LlamoeVisionConfig)
         for name, _ in module.named_modules()
     }
-    if (
-        not tower
-        or not isinstance(targets, str)
-        or getattr(config, "exclude_modules", None) in ([], (), set(), "")
-    ):
+    includes_tower = getattr(config, "exclude_modules", None) in ([], (), set(), "")
+    if not tower or includes_tower or not isinstance(targets, str):
         return
     tuners_utils._maybe_include_all_linear_layers(config, model)
     if config.target_modules != targets:
@@ -107,14 +104,14 @@ def _leave_out_tower(config: Any, model: nn.Module) -> None:
 
 @contextmanager
 def _showing_tied_head(model: Any) -> Iterator[None]:
-    """Set a multimodal config's tie_word_embeddings to its text config's for a while; peft reads only the outer one."""
+    """Enter a context in which a multimodal config, the one that peft reads, has its text's `tie_word_embeddings`."""
     text = getattr(model, "language_model", None)
     is_multimodal = model.config.model_type == LlamoeConfig.model_type and text is not None
     if not is_multimodal or not text.config.tie_word_embeddings or model.config.tie_word_embeddings:
         yield
         return
     model.config.tie_word_embeddings = True
-    # Use the text model's key names: peft compares only their last parts with those of layers.
+    # The text model's names are enough: peft compares only their last parts with those of layers.
     model._tied_weights_keys = list(text._tied_weights_keys)
     try:
         yield
@@ -123,33 +120,35 @@ def _showing_tied_head(model: Any) -> Iterator[None]:
         del model._tied_weights_keys
 
 
-# "My QLoRA step needs ten times the memory": peft recognises quantized models by flags. For others it silently skips
-# gradient checkpointing, which is on by default, and casts all 16-bit weights, even those of experts on disk.
+# "My QLoRA step needs ten times the memory": peft recognises quantized models by flags such as `is_loaded_in_4bit`. For
+# a model without one it skips gradient checkpointing, its default, and casts all 16-bit weights, even those on disk.
 @instead_of(other, "prepare_model_for_kbit_training")
 def prepare_for_training(original: Callable, model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Freeze a model, and cast the weights that are in memory and not packed."""
+    """Freeze a model, enable gradient checkpointing, and cast the weights that are in memory and not packed."""
     if getattr(model, "quantization_method", None) != METHOD:
         return freeze_for_training(original, model, *args, **kwargs)
     model.is_loaded_in_4bit = True
     try:
         return freeze_for_training(original, model, *args, **kwargs)
     finally:
-        # Reset the flag: other code takes a model with it for one of bitsandbytes.
+        # Remove the flag: by it other code recognises bitsandbytes' models.
         del model.is_loaded_in_4bit
 
 
-# "After a swap to an adapter of a lower rank my model talks nonsense": peft adds rows and columns of zeros at the end,
-# which in a stack belong to other experts.
+# "After hotswap to an adapter of a lower rank my model talks nonsense": peft appends rows and columns of zeros to the
+# factors, which in a stack shifts those of the experts.
 @instead_of(hotswap, "hotswap_adapter_from_state_dict")
 def swap(original: Callable, model: nn.Module, state_dict: dict[str, torch.Tensor], *args, **kwargs) -> None:
-    """Swap an adapter's weights; refuse factors of stacks of another shape."""
+    """Replace an adapter's weights by those of another one; refuse factors of stacks with another shape."""
     modules = {name.removeprefix("_orig_mod."): module for name, module in model.named_modules()}
-    own = {name.removeprefix("_orig_mod."): parameter.shape for name, parameter in model.named_parameters()}
+    shapes = {
+        name.removeprefix("_orig_mod."): parameter.shape for name, parameter in model.named_parameters()
+    }
     for key, tensor in state_dict.items():
         is_of_stack = isinstance(modules.get(key.rpartition(".lora_")[0]), ParamWrapper)
-        if is_of_stack and tensor.shape != own.get(key, tensor.shape):
+        if is_of_stack and tensor.shape != shapes.get(key, tensor.shape):
             raise unsupported(
-                "hotswap", f"hotswap: {key} has shape {list(tensor.shape)}, not {list(own[key])}"
+                "hotswap", f"hotswap: {key} has shape {list(tensor.shape)}, not {list(shapes[key])}"
             )
     original(model, state_dict, *args, **kwargs)
 
@@ -159,16 +158,15 @@ def swap(original: Callable, model: nn.Module, state_dict: dict[str, torch.Tenso
 def check_sum(
     original: Callable, self: Any, adapters: Sequence[str], combination_type: str, **more: Any
 ) -> Any:
-    """Check a weighted sum of adapters, and allow linear sums of adapters of experts."""
+    """Check a weighted sum of adapters; allow sums of experts' adapters if they are element by element."""
     targets = {
         name: self.peft_config[name].target_parameters for name in adapters if name in self.peft_config
     }
     if isinstance(self.model, LoadsAdapters) and any(targets.values()):
         is_of_matrices = "svd" in combination_type or combination_type == "cat"
-        # With a single adapter every combination type only scales it, which experts support.
-        if (is_of_matrices and len(adapters) > 1) or len(
-            {str(sorted(each or ())) for each in targets.values()}
-        ) > 1:
+        # Of a single adapter every combination type makes the same: its factors times a number.
+        different = {str(sorted(parameters or ())) for parameters in targets.values()}
+        if (is_of_matrices and len(adapters) > 1) or len(different) > 1:
             raise unsupported("combination_type", f"{combination_type!r} for {', '.join(adapters)}")
         for name in targets:
             self.peft_config[name].target_parameters = None
@@ -179,11 +177,11 @@ def check_sum(
             self.peft_config[name].target_parameters = parameters
 
 
-# "A row with pictures uses another row's adapter": peft assigns adapters to the tiles of pictures as if they were rows
-# of the batch. Experts get the tokens of all rows in one tensor, so they cannot assign adapters at all.
+# "A row with pictures uses another row's adapter": peft takes the tiles of pictures for rows of the batch. And experts
+# get the tokens of all rows in one tensor, which does not show whose they are.
 @instead_of(LoraModel, "_enable_peft_forward_hooks")
 def enable_forward_hooks(original: Callable, self: Any, *args, **kwargs) -> AbstractContextManager:
-    """Enter a forward; refuse `adapter_names` (one adapter per row) where rows cannot be told apart."""
+    """Enter a forward; refuse `adapter_names`, one adapter for each row, where layers do not see the batch's rows."""
     if kwargs.get("adapter_names") is not None and isinstance(self.model, LoadsAdapters):
         if any(hasattr(module, "parameter_name") for module in self.model.modules()):
             raise unsupported("adapter_names", "adapter_names beside adapters of experts")

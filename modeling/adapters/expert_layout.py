@@ -1,16 +1,16 @@
-"""The layout of LoRA factors for stacks of experts, and its conversion from that of stock models.
+"""The layout of LoRA factors for stacks of experts, and the exchange of factors that were trained on stock Llama 4.
 
-Stock Llama 4 does not declare that its experts are stored input-first: peft takes `[E, in, out]` for `[E, out, in]`,
-and learns A on the output side and B on the input side. The change of the weight is the same matrix product. Our
-experts declare their layout, so such a pair fits them once its factors are exchanged:
+For a stack, peft has the factors of all experts in two matrices:
 
 * A `[E * r, in]`, where the expert is the slowest index;
 * B `[out, r * E]`, where the expert is the fastest index.
 
-The sizes of the two sides tell the layout. If every adapted stack has as many inputs as outputs, they do not, so such
-an adapter is refused when it is created.
+Llama 4's stacks are input-first, `[E, in, out]`. llamoe's experts tell peft so; stock's do not, and there A is on the
+output side and B on the input side. A pair of factors from stock fits here once A and B are exchanged; the change of
+the weight stays the same. The shapes of A and B show which layout they have, unless a stack has as many inputs as
+outputs. If this holds for all stacks of an adapter, it is refused when it is created.
 
-Shapes: E experts, R = r rank, X and Y the sizes of the two sides.
+Shapes: E experts, R = r rank, X inputs of A, Y outputs of B.
 """
 
 import logging
@@ -28,16 +28,16 @@ _FACTOR = re.compile(r"^(?P<module>.+?)(?P<nested>(\.base_layer)*)\.lora_A(?P<re
 
 
 def by_expert(factor: torch.Tensor, dim: int, num_experts: int) -> torch.Tensor:
-    """Return a view of A (dim 0) as `[E, r, X]`, or of B (dim 1) as `[Y, r, E]`: the second axis is the rank."""
+    """Return a view of A (`dim` 0) as `[E, r, X]`, or of B (`dim` 1) as `[Y, r, E]`."""
     return factor.unflatten(dim, (num_experts, -1) if dim == 0 else (-1, num_experts))
 
 
 def exchange_factors(
     lora_A: torch.Tensor, lora_B: torch.Tensor, num_experts: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Convert a pair `[E * r, X]`, `[Y, r * E]` from stock's layout to ours or back: `[E * r, Y]` and `[X, r * E]`.
+    """Convert factors between stock's layout and ours: `[E * r, X]`, `[Y, r * E]` to `[E * r, Y]`, `[X, r * E]`.
 
-    Each expert's product is the transpose of what it was.
+    Each expert's product B·A becomes its transpose.
     """
     a_ERX, b_YRE = by_expert(lora_A, 0, num_experts), by_expert(lora_B, 1, num_experts)
     return (
@@ -47,7 +47,7 @@ def exchange_factors(
 
 
 def _input_first_experts(model: nn.Module) -> dict[str, Experts]:
-    """Return the input-first experts by name, without adapters' parts. Stock does not declare this layout to peft."""
+    """Return the experts with input-first stacks by their names, without the parts that peft's wrappers add."""
     return {
         name.replace(".base_layer", ""): module
         for name, module in model.named_modules()
@@ -56,7 +56,7 @@ def _input_first_experts(model: nn.Module) -> dict[str, Experts]:
 
 
 def ambiguous_stack(model: nn.Module, parameters: Collection[str]) -> str | None:
-    """Return one of these parameters if all are square, since a file would not tell their layout; else None."""
+    """Return one of the stacks among `parameters` if all have as many inputs as outputs; else None."""
     shapes = {
         key: experts.stack_shape(stack)[1:]
         for name, experts in _input_first_experts(model).items()
@@ -70,9 +70,12 @@ def ambiguous_stack(model: nn.Module, parameters: Collection[str]) -> str | None
 def orient_experts(
     model: nn.Module, tensors: dict[str, torch.Tensor], expected: Mapping[str, tuple[int, ...]]
 ) -> None:
-    """Exchange the experts' factors in `tensors`, by the model's keys, if they were trained on stock.
+    """Exchange the factors of experts in an adapter that was trained on stock Llama 4.
 
-    `expected` has the keys and shapes that the adapter must have on this model.
+    Args:
+        model: the model with the adapter's layers.
+        tensors: the adapter's tensors by the model's keys; changed in place.
+        expected: keys and shapes of the adapter's tensors in the model.
     """
     experts = _input_first_experts(model)
     pairs, layouts = {}, set()
@@ -85,17 +88,17 @@ def orient_experts(
             continue
         ours = expected[key][1], expected[other][0]
         sizes = tensors[key].shape[-1], tensors[other].shape[0]
-        # Other shapes and ranks are reported later.
+        # For all other sizes `loading` raises an error later.
         if sizes in (ours, ours[::-1]):
             pairs[key] = (other, experts[match["module"]].num_experts)
             if ours != ours[::-1]:
                 layouts.add("ours" if sizes == ours else "stock")
     if len(layouts) > 1:
         raise ValueError(
-            "The adapter's experts do not agree: some pairs lora_A, lora_B have A on the input side, some on the "
-            "output side. It was not trained on one model."
+            "The adapter's experts do not agree: for some stacks lora_A is on the input side, for others on the output "
+            "side. Its tensors come from different models."
         )
     if "stock" in layouts:
         for key, (other, num_experts) in pairs.items():
             tensors[key], tensors[other] = exchange_factors(tensors[key], tensors[other], num_experts)
-        logger.info("The adapter's experts were trained on stock Llama 4: lora_A and lora_B are exchanged.")
+        logger.info("The adapter's experts were trained on stock Llama 4: lora_A and lora_B were exchanged.")

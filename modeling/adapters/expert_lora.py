@@ -1,12 +1,12 @@
-"""LoRA layers, derived from peft's, for llamoe's stacks of experts and linear layers.
+"""LoRA layers for llamoe's stacks of experts and linear layers, derived from peft's.
 
-peft's own wrapper of a parameter forms W + BA for every expert in every forward: 4 GB a layer for Scout. Here a row is
-multiplied by its expert's factors (`moe.low_rank`). Everything else is peft's: parameters, their names and shapes in
-files, merging, several adapters, switching.
+In every forward, peft's own wrapper of a parameter computes W + BA for all experts: 4 GB a layer for Scout. Here each
+row is multiplied by its expert's factors (`moe/low_rank.py`). Everything else is peft's: parameters, their names and
+shapes in files, merging, and the choice among several adapters.
 
-This file imports peft, so it is imported only after peft is (`peft_registration`).
+This file imports peft, so it is imported only when peft has been (`peft_registration.py`).
 
-Shapes: E experts, r rank, I columns in, O columns out, N rows (tokens, each as often as it has experts).
+Shapes: E experts, r rank, I inputs, O outputs, N rows (each token once for each of its experts), H hidden_size.
 """
 
 import copy
@@ -25,7 +25,8 @@ from ..quantization import QuantizedLinear
 from .expert_layout import by_expert
 from .unsupported import unsupported
 
-# Supported initialisations, and fields of a `LoraConfig` that are refused since they need the weight's values.
+# Supported initialisations of factors; and the fields of `LoraConfig` that are refused for packed layers, because they
+# compute from the weight's values, and those that are refused for stacks.
 _INITIALISATIONS = (True, False, "gaussian")
 _READING_WEIGHTS = ("use_dora", "kasa_config", "velora_config")
 _VARIANTS = [field.name for field in dataclasses.fields(LoraConfig) if field.metadata.get("is_lora_variant")]
@@ -34,7 +35,7 @@ _VARIANTS = [field.name for field in dataclasses.fields(LoraConfig) if field.met
 class ParamWrapper(layer.ParamWrapper):
     """A LoRA layer for one stack of `Experts`.
 
-    It must have the name of peft's class: peft looks for it when a wrapped stack gets another adapter.
+    It has the name of peft's class, by which peft recognises a wrapped stack that gets another adapter.
     """
 
     def __init__(
@@ -55,12 +56,12 @@ class ParamWrapper(layer.ParamWrapper):
     def update_layer(
         self, adapter_name: str, r: int, lora_alpha: int, config: LoraConfig, **kwargs: Any
     ) -> None:
-        """Add an adapter, as peft does, but allow dropout."""
+        """Add an adapter, as peft does, but also with dropout."""
         _refuse_fields(config, _INITIALISATIONS, (*_VARIANTS, "lora_bias"), self.parameter_name)
         super().update_layer(adapter_name, r, lora_alpha, config=_without_dropout(config), **kwargs)
         self._set_dropout(adapter_name, config)
         if (mesh := self.expert_mesh()) is not None:
-            # All processes hold the whole adapter, so they must initialise it equally.
+            # Each process has the whole adapter, so all take the first one's initial values.
             for factor in (self.lora_A[adapter_name].weight, self.lora_B[adapter_name].weight):
                 if factor.device.type != "meta":
                     dist.broadcast(factor.data, group=mesh.get_group(), group_src=0)
@@ -72,10 +73,10 @@ class ParamWrapper(layer.ParamWrapper):
         if not experts.is_offloaded:
             super()._move_adapter_to_device_of_base_layer(adapter_name, device)
             return
-        # Offloaded weights are on another device than the rows, or on meta.
+        # Offloaded weights are on another device than the one that computes, or on meta.
         dtype = None if experts.is_packed else experts.dtype
         for factors in (self.lora_A, self.lora_B):
-            # An adapter that is being loaded from a file has no data yet.
+            # On meta, the adapter's weights are yet to be loaded from a file.
             if adapter_name in factors and not factors[adapter_name].weight.is_meta:
                 factors[adapter_name].to(device=device or experts.device, dtype=dtype)
 
@@ -83,7 +84,7 @@ class ParamWrapper(layer.ParamWrapper):
         experts: Any = self.get_base_layer()
         if experts.storage is None:
             return super()._get_in_out_features(module)
-        # peft takes sizes from the parameter, but a packed one has the shape of its codes.
+        # peft takes the sizes from the shape of the parameter, but packed parameters have the shape of their codes.
         self.num_experts, *sizes = experts.stack_shape(self.parameter_name)
         self._param_ndim = 3
         return sizes[0], sizes[1]
@@ -94,13 +95,9 @@ class ParamWrapper(layer.ParamWrapper):
         )
 
     def forward(
-        self,
-        x: torch.Tensor,
-        *args: Any,
-        lora: ExpertsLora = NO_LORA,
-        **kwargs: Any,
+        self, x: torch.Tensor, *args: Any, lora: ExpertsLora = NO_LORA, **kwargs: Any
     ) -> torch.Tensor:
-        """Return the experts' output for rows `[N, H]`; `lora` holds the factors of an outer wrapper."""
+        """Return what `Experts.forward` does; `lora` holds the other stack's factors, from the wrapper around this."""
         if self.disable_adapters and self.merged:
             self.unmerge()
         lora = self.active_lora(lora)
@@ -108,7 +105,7 @@ class ParamWrapper(layer.ParamWrapper):
             return self.base_layer(x, *args, **kwargs)
         if isinstance(self.base_layer, ParamWrapper) or self.expert_mesh() is None:
             return self.base_layer(x, *args, lora=lora, **kwargs)
-        # transformers' hook that exchanges tokens between processes accepts no further arguments.
+        # The hook by which transformers exchanges tokens between processes accepts no argument `lora`.
         experts: Any = self.get_base_layer()
         experts.lora = lora
         try:
@@ -117,38 +114,38 @@ class ParamWrapper(layer.ParamWrapper):
             experts.lora = NO_LORA
 
     def active_lora(self, lora: ExpertsLora = NO_LORA) -> ExpertsLora:
-        """Return `lora` with what the active adapters add to this stack; nothing if they are off or merged."""
+        """Return `lora` with the active adapters' factors for this stack; `lora` itself if they are off or merged."""
         if self.disable_adapters or self.merged:
             return lora
         updates = [self.update_of(name) for name in self.active_adapters if name in self.lora_A]
         return lora.with_stack(self.parameter_name, updates)
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """Merge adapters into the stack; raise a `ValueError` if it is packed or offloaded."""
+        """Merge adapters into the stack; raise a `ValueError` if the stack is packed or offloaded."""
         _refuse_merging(self)
         super().merge(safe_merge, adapter_names)
 
     def get_delta_weight(self, adapter_name: str, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Return what merging adds to this process's part of the stack."""
+        """Return what merging adds to the stack, of which each process has its experts' part."""
         from torch.distributed.tensor import distribute_tensor
 
         delta, mesh = super().get_delta_weight(adapter_name, *args, **kwargs), self.expert_mesh()
         if delta.ndim == 2:
-            # peft takes a stack of one expert for a linear layer's weight.
+            # For a stack of one expert peft returns the matrix of a linear layer.
             delta = (delta.T if self.get_base_layer().is_transposed else delta)[None]
         if mesh is None:
             return delta
         return distribute_tensor(delta, mesh, self.get_param().placements, src_data_rank=None)
 
     def expert_mesh(self) -> Any:
-        """Return the processes of which each holds some of the experts; None where this one holds them all."""
+        """Return the device mesh over which the experts are distributed; None if this process holds all of them."""
         mesh = getattr(self.get_param(), "device_mesh", None)
         return mesh if mesh is not None and mesh.mesh_dim_names == ("ep",) else None
 
-    def _of_own_experts(self, factor: torch.Tensor, dim: int) -> torch.Tensor:
-        """Return the part of a factor for the experts of this process.
+    def _of_local_experts(self, factor: torch.Tensor, dim: int) -> torch.Tensor:
+        """Return the part of a factor for this process's experts, which are along the axis `dim`.
 
-        Every process keeps the whole factor; backward gathers its gradient from all processes.
+        Each process keeps the whole factor; backward gathers its gradient from all processes.
         """
         mesh = self.expert_mesh()
         if mesh is None:
@@ -160,16 +157,16 @@ class ParamWrapper(layer.ParamWrapper):
 
     def update_of(self, name: str) -> LowRank:
         """Return an adapter's factors, `[E, I, r]` and `[O, r, E]`; peft holds `[E * r, I]` and `[O, r * E]`."""
-        a_ErI = self._of_own_experts(by_expert(self.lora_A[name].weight, 0, self.num_experts), 0)
-        b_OrE = self._of_own_experts(by_expert(self.lora_B[name].weight, 1, self.num_experts), 2)
+        a_ErI = self._of_local_experts(by_expert(self.lora_A[name].weight, 0, self.num_experts), 0)
+        b_OrE = self._of_local_experts(by_expert(self.lora_B[name].weight, 1, self.num_experts), 2)
         return LowRank(a_ErI.transpose(1, 2), b_OrE, self.scaling[name], self.lora_dropout[name])
 
 
 class LoraLinear(layer.Linear):
     """A LoRA layer for a plain or packed linear layer of llamoe.
 
-    Its factors use `kernels.linear`: under autocast torch's product is many times slower on a processor without
-    instructions for bfloat16.
+    Its factors are llamoe's linear layers, too: on a processor without instructions for bfloat16, torch's products are
+    many times slower under autocast.
     """
 
     def update_layer(
@@ -177,7 +174,7 @@ class LoraLinear(layer.Linear):
     ) -> None:
         """Add an adapter, as peft does."""
         if _storage_of(self) is not None:
-            # EVA initialises one factor from activations that the user collects.
+            # "eva" computes from activations that the user collects, not from the weight.
             _refuse_fields(config, (*_INITIALISATIONS, "eva"), _READING_WEIGHTS, "a packed layer")
         super().update_layer(adapter_name, r, lora_alpha, config=config, **kwargs)
         for factor in (self.lora_A[adapter_name], self.lora_B[adapter_name]):
@@ -185,7 +182,7 @@ class LoraLinear(layer.Linear):
                 factor.__class__ = Linear
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """Merge adapters into the weight; raise a `ValueError` if it is packed, since peft would add to its codes."""
+        """Merge adapters into the weight; raise a `ValueError` if it is packed: peft would add to its codes."""
         _refuse_merging(self)
         super().merge(safe_merge, adapter_names)
 
@@ -193,7 +190,7 @@ class LoraLinear(layer.Linear):
 def lora_linear(
     target: nn.Module, adapter_name: str, config: LoraConfig, parameter_name: str | None = None, **kwargs: Any
 ) -> LoraLinear | None:
-    """Return the LoRA layer for a linear layer of llamoe; None leaves plain parameters and `fan_in_fan_out` to peft."""
+    """Return the LoRA layer for a linear layer; None for plain parameters and `fan_in_fan_out`, left to peft."""
     is_packed = isinstance(target, QuantizedLinear)
     if is_packed and parameter_name is not None:
         raise unsupported("target_parameters", f"target_parameters names {kwargs.get('target_name')}")
@@ -203,7 +200,7 @@ def lora_linear(
 
 
 def _without_dropout(config: LoraConfig) -> LoraConfig:
-    """Copy a `LoraConfig` without the dropout that peft refuses for a stack."""
+    """Return a copy of a `LoraConfig` without dropout, which peft refuses for stacks."""
     config = copy.copy(config)
     config.lora_dropout = 0.0
     return config
@@ -212,9 +209,11 @@ def _without_dropout(config: LoraConfig) -> LoraConfig:
 def _refuse_fields(
     config: LoraConfig, initialisations: tuple[Any, ...], refused: tuple[str, ...], where: str
 ) -> None:
-    """Raise a `ValueError` if the config has an unsupported initialisation, or sets one of the refused fields."""
-    if (begin := config.init_lora_weights) not in initialisations:
-        raise unsupported("init_lora_weights", f"LoraConfig(init_lora_weights={begin!r}) for {where}")
+    """Raise a `ValueError` if the config has another initialisation, or sets one of the refused fields."""
+    if (initialisation := config.init_lora_weights) not in initialisations:
+        raise unsupported(
+            "init_lora_weights", f"LoraConfig(init_lora_weights={initialisation!r}) for {where}"
+        )
     for name in refused:
         if value := getattr(config, name):
             raise unsupported("variant", f"LoraConfig({name}={value!r}) for {where}")

@@ -1,7 +1,7 @@
-"""Loading of an adapter's weights; raises an error for weights that do not fit the model.
+"""Loads adapters; raises an error if an adapter's weights do not fit the model.
 
-peft names an adapter's weights after the modules that it changes, so adapters of stock models fit llamoe's. peft and
-transformers drop weights that fit nowhere, with a warning at most.
+peft names an adapter's weights after the modules that it changes. llamoe's modules have stock's names, so adapters of
+stock models fit. peft and transformers would drop weights that fit nowhere, at most with a warning.
 """
 
 import logging
@@ -22,23 +22,23 @@ logger = logging.getLogger("llamoe")
 class LoadsAdapters(PreTrainedModel):
     """A mixin that checks adapters when they are loaded; name it before `PreTrainedModel`."""
 
-    # The adapter whose weights `load_adapter` reads.
+    # Name of the adapter that `load_adapter` is loading.
     _adapter_being_read = "default"
 
     def load_adapter(self, peft_model_id: Any = None, adapter_name: str | None = None, **kwargs: Any) -> Any:
         """Load one of peft's adapters, as `PreTrainedModel.load_adapter` does.
 
-        Adapters of stock Llama and Llama 4 fit; experts' factors are converted from stock's layout.
+        Adapters of stock Llama and Llama 4 fit, also those of experts, whose factors are exchanged where needed.
 
         Raises:
-            ValueError: an adapter of another model, a damaged file, or a model a part of which is on disk.
+            ValueError: the adapter is of another model, its file is damaged, or a part of the model is on disk.
             OSError: there is no adapter.
         """
         if "disk" in (getattr(self, "hf_device_map", None) or {}).values():
-            # peft would put the factors of such layers on the meta device.
+            # For layers on disk peft would make factors without data.
             raise ValueError(
-                "load_adapter: a part of the model is on disk, where no adapter can be added to it. Give the layers "
-                "that the adapter changes another place in device_map, or merge the adapter into the checkpoint first."
+                "load_adapter: a part of the model is on disk, where it takes no adapter. Load the model without "
+                "'disk' in device_map, or merge the adapter into the checkpoint first."
             )
         self._adapter_being_read = adapter_name or "default"
         return super().load_adapter(peft_model_id, adapter_name=adapter_name, **kwargs)
@@ -46,7 +46,7 @@ class LoadsAdapters(PreTrainedModel):
     def _load_adapter_tensors(
         self, tensors: Mapping[str, torch.Tensor] | None, files: Iterable[str], ignore_mismatched_sizes: bool
     ) -> LoadStateDictInfo:
-        """Load an adapter's tensors into the LoRA layers that peft has created, as peft's own classes do."""
+        """Load an adapter's tensors into the layers that peft has made for it, as a `PeftModel` does."""
         from peft import set_peft_model_state_dict
 
         if tensors is None:
@@ -64,46 +64,46 @@ class LoadsAdapters(PreTrainedModel):
         )
 
     def _load_from_state_dict(self, state_dict, prefix, *args):
-        # peft's own classes load an adapter's weights through this method.
+        # peft loads an adapter's weights by this method, too.
         if self.__dict__.get("peft_config"):
             _fit_state_dict(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
 def _fit_state_dict(model: LoadsAdapters, state_dict: dict[str, Any], prefix: str) -> None:
-    """Rename, in place, an adapter's tensors to the model's keys, and convert factors of stock's layout.
+    """Rename, in place, an adapter's tensors to the model's keys, and exchange the factors of experts where needed.
 
     Args:
-        model: its class may differ from the adapter's own, as a head and its base model do.
-        state_dict: what peft loads into the model.
-        prefix: the beginning of the model's keys in `state_dict`.
+        model: the model; the adapter may have been trained on another of its classes, such as that with a head.
+        state_dict: the tensors that peft loads into the model.
+        prefix: what the keys in `state_dict` have before the model's keys.
 
     Raises:
-        ValueError: an adapter of another model, or experts whose layout cannot be known.
+        ValueError: the adapter does not fit the model.
     """
     from peft.mapping import PEFT_TYPE_TO_PREFIX_MAPPING
 
-    given = {key.removeprefix(prefix): key for key in state_dict if key.startswith(prefix)}
-    own = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    # peft includes the adapter's name only in keys that the model has.
-    named = [name for name in model.peft_config if any(_is_named(key, name) for key in given)]
+    keys = {key.removeprefix(prefix): key for key in state_dict if key.startswith(prefix)}
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    # peft puts the adapter's name only into keys that the model has.
+    named = [name for name in model.peft_config if any(_is_named(key, name) for key in keys)]
     adapter = (named or list(model.peft_config))[-1]
     config = model.peft_config[adapter]
     tuner = PEFT_TYPE_TO_PREFIX_MAPPING.get(config.peft_type)
-    if tuner is None or not any(_is_named(key, adapter) or f".{tuner}" in key for key in given):
-        # The tensors are not an adapter's.
+    if tuner is None or not any(_is_named(key, adapter) or f".{tuner}" in key for key in keys):
+        # These are not the tensors of an adapter.
         return
-    base = [name for name, shape in own.items() if len(shape) > 1 and not _is_named(name, adapter)]
-    if sum(name in given for name in base) > len(base) / 2:
-        # This is a checkpoint of the whole model; an adapter contains at most some of its embeddings or biases.
+    base = [name for name, shape in shapes.items() if len(shape) > 1 and not _is_named(name, adapter)]
+    if sum(name in keys for name in base) > len(base) / 2:
+        # This is a checkpoint of the whole model; an adapter has at most the embeddings or biases of a model.
         return
-    full_names = {_without_name(name, adapter): name for name in own if _is_named(name, adapter)}
-    added = {name: own[full] for name, full in full_names.items()}
-    # Methods other than LoRA share tensors between layers, which are saved once.
+    full_names = {_without_name(name, adapter): name for name in shapes if _is_named(name, adapter)}
+    added = {name: shapes[full] for name, full in full_names.items()}
+    # With other methods than LoRA layers share tensors, each of which is saved once.
     expected = {name: shape for name, shape in added.items() if tuner == "lora_" and ".lora_" in name}
-    tensors = {_without_name(key, adapter): state_dict[full] for key, full in given.items()}
-    fitted = _fit(model, config, tensors, expected, {**own, **added})
-    for key in given.values():
+    tensors = {_without_name(name, adapter): state_dict[key] for name, key in keys.items()}
+    fitted = _fit(model, config, tensors, expected, {**shapes, **added})
+    for key in keys.values():
         del state_dict[key]
     state_dict.update({prefix + full_names.get(name, name): tensor for name, tensor in fitted.items()})
 
@@ -115,14 +115,17 @@ def _fit(
     expected: Mapping[str, tuple[int, ...]],
     shapes: Mapping[str, tuple[int, ...]],
 ) -> dict[str, torch.Tensor]:
-    """Return the tensors by the model's keys; refuse them if any of `expected` is missing or any is not in `shapes`."""
-    fitted, passed_over, problems = {}, [], []
+    """Return an adapter's `tensors` by the model's keys; raise a `ValueError` if they do not fit the model.
+
+    `expected` has the shapes of all tensors that the adapter must have, `shapes` those of all that the model can take.
+    """
+    fitted, ignored, problems = {}, [], []
     for key, tensor in tensors.items():
         name = next((name for name in _names(model, key) if name in shapes), None)
         if name is not None:
             fitted[name] = tensor
         elif any(re.search(pattern, key) for pattern in getattr(model, "_keys_passed_over", ())):
-            passed_over.append(key)
+            ignored.append(key)
         else:
             problems.append(f"{key} belongs to nothing in the model")
     orient_experts(model, fitted, expected)
@@ -134,21 +137,21 @@ def _fit(
         source = getattr(config, "base_model_name_or_path", None)
         more = f", and {len(problems) - 1} more problems" if len(problems) > 1 else ""
         raise ValueError(
-            f"The adapter does not fit this {type(model).__name__}: {problems[0]}{more}. Load it on the class and the "
-            f"folder that it was trained on{f': {source}' if source else ''}."
+            f"The adapter does not fit this {type(model).__name__}: {problems[0]}{more}. Load it into the class and "
+            f"the folder on which it was trained{f': {source}' if source else ''}."
         )
-    if passed_over:
+    if ignored:
         logger.warning(
-            "The adapter has %d tensors for parts that a %s does not have, such as %s; they are passed over.",
-            len(passed_over),
+            "The adapter has %d tensors for parts that a %s does not have, such as %s; they are ignored.",
+            len(ignored),
             type(model).__name__,
-            passed_over[0],
+            ignored[0],
         )
     return fitted
 
 
 def _names(model: PreTrainedModel, key: str) -> list[str]:
-    """Return the names that a key may have in this model, with or without a head's or multimodal model's prefix."""
+    """Return the names that an adapter's key may have in this model: a head or a multimodal model adds prefixes."""
     prefixes: dict[str, str] = getattr(model, "_checkpoint_prefixes", {})
     renamed = (re.sub(f"^{old}", new, key) for old, new in prefixes.items())
     base = model.base_model_prefix + "."
@@ -156,9 +159,11 @@ def _names(model: PreTrainedModel, key: str) -> list[str]:
 
 
 def _is_named(key: str, adapter_name: str) -> bool:
+    """Return True if a key has the adapter's name as one of its parts."""
     return f".{adapter_name}." in key or key.endswith(f".{adapter_name}")
 
 
 def _without_name(key: str, adapter_name: str) -> str:
-    head, found, tail = key.rpartition(f".{adapter_name}")
-    return head + tail if found and tail[:1] in ("", ".") else key
+    """Return a key without the adapter's name."""
+    head, separator, tail = key.rpartition(f".{adapter_name}")
+    return head + tail if separator and tail[:1] in ("", ".") else key

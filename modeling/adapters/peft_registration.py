@@ -1,7 +1,4 @@
-"""Registration of llamoe's model types in peft's tables of default target layers.
-
-They are registered when peft is imported, before or after llamoe; llamoe does not import it.
-"""
+"""Adds llamoe's model types to peft's tables of default target layers, when peft is imported."""
 
 from types import ModuleType
 from typing import Any
@@ -11,12 +8,12 @@ from ...configuration.stock import CONFIG_CLASSES
 from .._compat import accept_peft
 from .when_imported import when_imported
 
-# The vision tower's names for the parts of a feed-forward.
+# Names of the vision tower's layers for the names of a decoder's layers.
 _IN_THE_TOWER = {"up_proj": "fc1", "down_proj": "fc2", "norm": "layernorm_post"}
 
 
 def register_with_peft() -> None:
-    """Add llamoe's model types to peft's tables, and patch peft, as soon as peft is imported."""
+    """Add llamoe's model types to peft's tables and patch peft, now or when peft is imported."""
     accept_peft()
     when_imported("peft", _register)
 
@@ -33,7 +30,7 @@ def _register(peft: ModuleType) -> None:
 
 
 def _default_targets(model_type: str, stock: dict[str, Any]) -> Any:
-    """Return a model type's default targets from one of peft's tables: its stock family's, else those of `llama`."""
+    """Return a model type's entry for one of peft's tables: that of its stock model type, else that of `llama`."""
     name = {"llamoe_dense": "llama", "llamoe_mixtral": "mixtral"}.get(model_type, "llama4")
     targets = list(stock.get(name, stock["llama"]))
     if model_type == LlamoeVisionConfig.model_type:

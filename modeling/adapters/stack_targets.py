@@ -1,8 +1,8 @@
-"""Selection of the parameters that an adapter changes, and refusal of adapters that would be wrong.
+"""Chooses the parameters that an adapter changes, and refuses adapters that would give wrong results.
 
-peft matches `target_parameters` with the ends of the parameters' names; `layers_to_transform`, `layers_pattern`,
-`exclude_modules` and `modules_to_save` apply only to linear layers there. Here they apply to parameters, too: the
-config's `target_parameters` are replaced by the full names of the selected parameters.
+In peft, `target_parameters` names parameters by the ends of their names, and `layers_to_transform`, `layers_pattern`,
+`exclude_modules` and `modules_to_save` only apply to linear layers. Here they apply to parameters, too: the config's
+`target_parameters` become the full names of the parameters that the whole config chooses.
 """
 
 import copy
@@ -19,33 +19,34 @@ from .unsupported import unsupported
 
 
 def choose_parameters(config: Any, model: nn.Module) -> None:
-    """Set `target_parameters` to the full names of the parameters that the whole config selects."""
+    """Set a config's `target_parameters` to the full names of the parameters that its fields choose together."""
     from peft.tuners.tuners_utils import check_target_module_exists
 
     endings = tuple(getattr(config, "target_parameters", None) or ())
     if not endings:
         return
-    chooser, everything = copy.copy(config), copy.copy(config)
-    chooser.target_modules = set(endings)
-    everything.target_modules, everything.layers_to_transform = ".*", None
+    # The first config chooses parameters as if they were modules; the second excludes modules as a whole.
+    for_parameters, for_modules = copy.copy(config), copy.copy(config)
+    for_parameters.target_modules = set(endings)
+    for_modules.target_modules, for_modules.layers_to_transform = ".*", None
     named = [
         (name, f"{name}.{parameter}")
         for name, module in _plain_modules(model)
         for parameter, _ in module.named_parameters(recurse=False)
         if f".{name}.{parameter}".endswith(tuple(f".{end}" for end in endings))
     ]
-    # peft itself reports a name that matches nothing.
+    # If no parameter has such a name, peft raises an error.
     if named:
         config.target_parameters = sorted(
             key
             for name, key in named
-            # The module of a parameter may be excluded, too.
-            if check_target_module_exists(chooser, key) and check_target_module_exists(everything, name)
+            if check_target_module_exists(for_parameters, key)
+            and check_target_module_exists(for_modules, name)
         )
 
 
 def refuse_unsupported(config: Any, model: PreTrainedModel) -> None:
-    """Raise a `ValueError` for an adapter that would be silently wrong; call it after `choose_parameters`."""
+    """Raise a `ValueError` for an adapter that would be wrong in silence; call it after `choose_parameters`."""
     from peft import PeftType
     from peft.tuners.tuners_utils import check_target_module_exists
 
@@ -63,16 +64,17 @@ def refuse_unsupported(config: Any, model: PreTrainedModel) -> None:
 
 
 def _refuse_shared_experts(config: Any) -> None:
-    shared: Any = getattr(config, "distributed_config", None)
+    """Raise a `ValueError` if processes share single experts, or have batches of their own."""
+    distributed: Any = getattr(config, "distributed_config", None)
     names = ("tp_size", "ep_size", "fsdp_size", "dp_replicate_size")
-    sizes = {name: getattr(shared, name, None) or 1 for name in names}
+    sizes = {name: getattr(distributed, name, None) or 1 for name in names}
     tp_size, ep_size, *others = sizes.values()
     if tp_size != ep_size or (ep_size > 1 and others != [1, 1]):
         raise unsupported("shared", ", ".join(f"{name} = {size}" for name, size in sizes.items() if size > 1))
 
 
 def _plain_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the model's own modules, by their names without adapters."""
+    """Yield the model's modules without those of adapters, with their names in the model without adapters."""
     for name, module in model.named_modules():
         if ".lora_" not in name:
             yield name.replace(".base_layer", ""), module

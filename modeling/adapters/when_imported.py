@@ -1,4 +1,4 @@
-"""A callback for the import of a library, since importing it early would take seconds."""
+"""Runs a function when a library is imported: llamoe itself does not import peft, which takes seconds."""
 
 import importlib.util
 import sys
@@ -8,27 +8,28 @@ from types import ModuleType
 
 
 def when_imported(name: str, callback: Callable[[ModuleType], None]) -> None:
-    """Call `callback(module)` once the module is imported, or at once if it already is.
+    """Call `callback(module)` when the module is imported; at once if it has been imported already.
 
-    The standard library has no such hook. This import finder gets the module's spec from the other finders, and makes
-    its loader run the callback after the module's code; then it removes itself. `find_spec` alone, as transformers
-    calls it, has no effect.
+    Python has no such hook, so a finder is added to `sys.meta_path`. It gets the module's spec from the other finders,
+    makes the spec's loader call `callback` after the module's code, and then removes itself. `find_spec` of
+    `importlib.util`, by which transformers looks for libraries, does not cause a call.
     """
     if name in sys.modules:
         callback(sys.modules[name])
         return
 
     class Finder(MetaPathFinder):
-        asking_others = False
+        is_searching = False
 
         def find_spec(self, fullname, path=None, target=None):
-            if fullname != name or self.asking_others:
+            if fullname != name or self.is_searching:
                 return None
-            self.asking_others = True
+            # The search of the other finders comes here, too.
+            self.is_searching = True
             try:
                 spec = importlib.util.find_spec(name)
             finally:
-                self.asking_others = False
+                self.is_searching = False
             if spec is not None and spec.loader is not None:
                 execute = spec.loader.exec_module
 
@@ -38,7 +39,7 @@ def when_imported(name: str, callback: Callable[[ModuleType], None]) -> None:
                         sys.meta_path.remove(self)
                         callback(module)
 
-                # This patches only the loader instance of this module's spec.
+                # This changes the loader of this spec alone, not its class.
                 spec.loader.exec_module = exec_module
             return spec
 

@@ -23,8 +23,6 @@ from .format import MAKERS, Format, Parts, Sizes
 
 # Weights of a block, as in bitsandbytes' linear layers; with double quantization, blocks that share a nested scale.
 BLOCKSIZE, NESTED_BLOCKSIZE = 64, 256
-# Weights that are quantized at once, a multiple of all block sizes: bitsandbytes' CPU kernel takes 24 bytes for each.
-_NUMBERS_AT_ONCE = 1 << 16
 _REMEDY = "The checkpoint is damaged, or is not that of this config.json: quantize the original one again."
 
 
@@ -95,22 +93,18 @@ class Bnb(Format):
         return [torch.stack(part) for part in zip(*ones, strict=True)]
 
     def _quantize_one(self, weight_OI: torch.Tensor) -> list[torch.Tensor]:
-        from bitsandbytes.functional import int8_vectorwise_quant, quantize_4bit, quantize_blockwise
+        from bitsandbytes.functional import int8_vectorwise_quant, quantize_4bit
 
         if self.quant_type == "int8":
             return list(int8_vectorwise_quant(weight_OI.contiguous().to(torch.float16))[:2])
-        numbers = weight_OI.reshape(-1)
-        codes, scales = [], []
-        for some in numbers.split(_NUMBERS_AT_ONCE if numbers.is_cpu else numbers.numel()):
-            codes_of_some, state = quantize_4bit(some, blocksize=BLOCKSIZE, quant_type=self.quant_type)
-            codes.append(codes_of_some.view(-1))
-            scales.append(state.absmax)
-        absmax = torch.cat(scales)
-        if not self.is_nested:
-            return [torch.cat(codes), absmax]
-        offset = absmax.mean()
-        codes_of_scales, state = quantize_blockwise(absmax - offset, blocksize=NESTED_BLOCKSIZE)
-        return [torch.cat(codes), codes_of_scales, state.absmax, offset]
+        codes, state = quantize_4bit(
+            weight_OI.contiguous(),
+            blocksize=BLOCKSIZE,
+            compress_statistics=self.is_nested,
+            quant_type=self.quant_type,
+        )
+        nested = [state.state2.absmax, state.offset] if self.is_nested else []
+        return [codes.view(-1), state.absmax, *nested]
 
     def matrix(self, parts: Parts, sizes: Sizes, dtype: torch.dtype) -> torch.Tensor:
         ones = [self._unpack_one(one, self.sizes_of_one(sizes), dtype) for one in zip(*parts, strict=True)]
@@ -157,39 +151,24 @@ class Bnb(Format):
         """Return the parts of one matrix of these sizes from its tensors in a file, by name suffix.
 
         Raises:
-            CheckpointError: a tensor is missing, has another shape or dtype, or is of another format.
+            CheckpointError: the tensors are of another format, or of a matrix of other sizes.
         """
-        try:
-            parts = (
-                self._read_int8(tensors) if self.quant_type == "int8" else self._read_4_bits(tensors, sizes)
-            )
-        except KeyError as error:
-            raise CheckpointError(f"{error} is missing. {_REMEDY}") from error
-        parts = [part.float() if part.is_floating_point() else part for part in parts]
-        shapes = self.parts((self.count * sizes[0], sizes[1]))
-        for kind, part, ((_, *shape), dtype) in zip(self.kinds, parts, shapes, strict=False):
-            if [*part.shape] != shape or part.dtype != dtype:
-                found = f"shape {[*part.shape]} and dtype {part.dtype}"
-                raise CheckpointError(f"{kind} has {found}, not shape {shape} and dtype {dtype}. {_REMEDY}")
-        return parts
-
-    def _read_int8(self, tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-        if (layout := tensors.get("weight_format")) is not None and layout.any():
-            raise CheckpointError(f"weight_format is not 0, but a layout of old GPUs. {_REMEDY}")
-        return [tensors["weight"], tensors["SCB"]]
-
-    def _read_4_bits(self, tensors: Mapping[str, torch.Tensor], sizes: Sizes) -> list[torch.Tensor]:
-        facts = json.loads(bytes(tensors[self.kinds[-1]].tolist()))
+        if self.quant_type == "int8":
+            if (layout := tensors.get("weight_format")) is not None and layout.any():
+                raise CheckpointError(f"weight_format is not 0, but a layout of old GPUs. {_REMEDY}")
+            return [tensors["weight"], tensors["SCB"].float()]
+        state = json.loads(bytes(tensors[self.kinds[-1]].tolist()))
         names = ("quant_type", "blocksize", "shape", "nested_blocksize")
-        given = [facts.get(name) for name in names]
+        stored = [state.get(name) for name in names]
         wanted = [self.quant_type, BLOCKSIZE, [*sizes], NESTED_BLOCKSIZE if self.is_nested else None]
-        if given != wanted:
-            raise CheckpointError(f"{', '.join(names)} are {given}, not {wanted}. {_REMEDY}")
+        if stored != wanted:
+            raise CheckpointError(f"{', '.join(names)} are {stored}, not {wanted}. {_REMEDY}")
         # A file may store the bytes of the codes in any dtype.
-        parts = [tensors["weight"].contiguous().view(torch.uint8).flatten(), tensors["weight.absmax"]]
-        if self.is_nested:
-            parts += [tensors["weight.nested_absmax"], torch.tensor(facts["nested_offset"])]
-        return parts
+        codes = tensors["weight"].contiguous().view(torch.uint8).flatten()
+        if not self.is_nested:
+            return [codes, tensors["weight.absmax"].float()]
+        offset = torch.tensor(state["nested_offset"])
+        return [codes, tensors["weight.absmax"], tensors["weight.nested_absmax"].float(), offset]
 
     def parts_of(
         self, matrices: Sequence[Mapping[str, torch.Tensor]], sizes: Sizes, form: Format

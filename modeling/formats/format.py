@@ -9,11 +9,12 @@ A new format is one file of this folder, `<word>.py`: a frozen dataclass that de
 * `suffixes` and `compute_dtype`;
 * `key`: its word and its fields, such as "int4:32", from which the maker makes an equal format;
 * `parts(sizes)`: shapes and dtypes of the parts; the first holds the codes;
+* `quantize(weight)`: the parts of a matrix;
 * `matrix(parts, sizes, dtype)`: the unpacked matrix, which products use by default.
 
-It may give `quantize` (else weights can only be loaded packed); `refusal`, if it does not support all sizes; `multiply`
-and `multiply_transposed`, if it has a product faster than unpacking first; and `for_gpu_kernel`, if the Triton kernels
-support its codes. `QuantizedLinear(layer, form)` and `QuantizedExperts(experts, form)` take any format.
+It may give `refusal`, if it does not support all sizes; `multiply` and `multiply_transposed`, if it has a product
+faster than unpacking first; and `for_gpu_kernel`, if the Triton kernels support its codes.
+`QuantizedLinear(layer, form)` and `QuantizedExperts(experts, form)` take any format.
 
 Shapes: O outputs, I inputs, N rows.
 """
@@ -52,8 +53,6 @@ class Format(ABC):
     """True if the first part holds codes, which only this format can read, instead of plain weights."""
     is_unfused_in_files: ClassVar[bool] = False
     """True if files store an expert's gate, up and down separately, as linear layers."""
-    alignment: ClassVar[int] = 1
-    """Bytes of which the address of the first part must be a multiple for a kernel."""
 
     @property
     @abstractmethod
@@ -77,9 +76,9 @@ class Format(ABC):
         """Return the size of all parts in bytes."""
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.parts(sizes))
 
+    @abstractmethod
     def quantize(self, weight_OI: torch.Tensor) -> list[torch.Tensor]:
         """Quantize a matrix of any float dtype and strides to its parts."""
-        raise NotImplementedError(f"{self.key}: weights are not quantized to this format, only loaded.")
 
     @abstractmethod
     def matrix(self, parts: Parts, sizes: Sizes, dtype: torch.dtype) -> torch.Tensor:
@@ -118,16 +117,6 @@ def may_have_gpu_kernel(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def knows_gpu_kernel(form: Format, dtype: torch.dtype) -> bool:
-    """Return True if there are Triton kernels for rows of this dtype and matrices of this format."""
-    return (
-        type(form).for_gpu_kernel is not Format.for_gpu_kernel
-        and dtype in (torch.bfloat16, torch.float16, torch.float32)
-        # The kernels do not cast plain weights.
-        and (form.is_packed or dtype == form.compute_dtype)
-    )
-
-
 # A compiler runs this function while tracing, and treats the result as a constant.
 _why_no_gpu_kernel = torch.compiler.assume_constant_result(why_no_gpu_kernel)
 
@@ -153,15 +142,18 @@ def has_gpu_kernel(
         may_check: run the check if there was none; it launches kernels and waits for them.
     """
     dtype = dtype or form.compute_dtype
-    if not knows_gpu_kernel(form, dtype) or _why_no_gpu_kernel(parts[0].device):
+    # The kernels do not cast plain weights.
+    is_supported = dtype != torch.float64 and (form.is_packed or dtype == form.compute_dtype)
+    if not is_supported or _why_no_gpu_kernel(parts[0].device):
         return False
+    matrix = form.for_gpu_kernel(parts, sizes)
 
     def unpacked(codes: torch.Tensor, expert: int) -> torch.Tensor:
-        given = [codes, *parts[1:]]
-        return form.matrix([part[expert] for part in given] if num_experts else given, sizes, dtype).to(dtype)
+        of_stack = [codes, *parts[1:]]
+        of_one = [part[expert] for part in of_stack] if num_experts else of_stack
+        return form.matrix(of_one, sizes, dtype).to(dtype)
 
-    matrix: Any = form.for_gpu_kernel(parts, sizes)
-    return is_right(matrix, unpacked, dtype, num_experts, transposed, may_check)
+    return matrix is not None and is_right(matrix, unpacked, dtype, num_experts, transposed, may_check)
 
 
 MAKERS: dict[str, Callable[..., Format]] = {}

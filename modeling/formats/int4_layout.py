@@ -1,21 +1,19 @@
-"""The layout of 4-bit codes, in memory and in files: the one that torch's kernel reads on CPUs with AVX-512.
+"""The layout of 4-bit codes, in memory and in files.
 
 Outputs are in blocks of 64. For each input a block has 32 bytes, of which byte j holds output j in its low four bits
-and output 32 + j in its high ones. In a last block of 16, 32 or 48 outputs byte j holds outputs 2j and 2j + 1. (ATen,
-native/cpu/int4mm_kernel.cpp, `weight_to_int4pack_kernel`. With other instruction sets torch packs differently.)
+and output 32 + j in its high ones. In a last block of 16, 32 or 48 outputs byte j holds outputs 2j and 2j + 1. (ATen
+packs so on CPUs with AVX-512: native/cpu/int4mm_kernel.cpp, `weight_to_int4pack_kernel`.)
 
 Shapes: O outputs, I inputs, G groups of inputs.
 """
 
+import sys
 from collections.abc import Iterator
-from functools import lru_cache
 
 import torch
 
-from ..kernels import BLOCK_WEIGHTS
-
 BLOCK = 64
-ROWS_MULTIPLE = 16
+OUTPUTS_MULTIPLE = 16
 """The number of outputs must be a multiple of this."""
 
 
@@ -39,26 +37,31 @@ def pack(codes_OI: torch.Tensor) -> torch.Tensor:
     return packed
 
 
-def pieces(packed: torch.Tensor, most: int = BLOCK_WEIGHTS) -> Iterator[slice]:
-    """Yield slices of outputs: whole blocks with up to `most` weights (at least one block), then a last, smaller block.
+def slices_of(
+    tensor: torch.Tensor, num_in: int, most: int, most_on_gpu: int = sys.maxsize
+) -> Iterator[slice]:
+    """Yield slices of outputs: whole blocks, then a last, smaller block; a slice has `most` weights, or is one block.
 
-    On a GPU, where launches cost more than memory, the first slice has all whole blocks.
+    Args:
+        tensor: weights or codes, with an axis for outputs in front.
+        num_in: I.
+        most: for a CPU, whose cache holds a slice.
+        most_on_gpu: for a GPU, where launches cost more than memory.
     """
-    num_out, weights = len(packed), packed.shape[1] * 2
-    whole = num_out // BLOCK * BLOCK
-    step = max(most // (weights * BLOCK), 1) * BLOCK if packed.is_cpu else max(whole, 1)
+    whole = len(tensor) // BLOCK * BLOCK
+    step = max((most if tensor.is_cpu else most_on_gpu) // (num_in * BLOCK), 1) * BLOCK
     for start in range(0, whole, step):
         yield slice(start, min(start + step, whole))
-    if whole < num_out:
-        yield slice(whole, num_out)
+    if whole < len(tensor):
+        yield slice(whole, len(tensor))
 
 
 def unpack(packed: torch.Tensor, scales: torch.Tensor, out_IO: torch.Tensor) -> None:
-    """Unpack one of the slices of `pieces` into `out_IO`.
+    """Unpack the outputs of one slice of `slices_of` into `out_IO`.
 
     Args:
         packed: `[O, I / 2]` uint8.
-        scales: `[I / group_size, O, 2]`, scale, and the value of code 8.
+        scales: `[G, O, 2]`, scale, and the value of code 8.
         out_IO: `[I, O]` in float32 or bfloat16, with contiguous rows.
     """
     num_out, num_in = packed.shape[0], packed.shape[1] * 2
@@ -66,24 +69,12 @@ def unpack(packed: torch.Tensor, scales: torch.Tensor, out_IO: torch.Tensor) -> 
         bytes_ = packed.view(num_in, -1)
         low, high = out_IO.unflatten(1, (-1, 2)).unbind(2)
     else:
-        # Copy the 32 bytes of an input and block as two complex128 numbers, if they are aligned: it is faster.
-        is_odd = packed.data_ptr() % 16 or packed.storage_offset() % 16
-        numbers = (packed.clone() if is_odd else packed).view(-1).view(torch.complex128)
-        pairs = numbers.view(-1, num_in, 2).transpose(0, 1).contiguous()
-        bytes_ = pairs.view(torch.uint8).view(num_in, -1, BLOCK // 2)
+        bytes_ = packed.view(-1, num_in, BLOCK // 2).transpose(0, 1)
         low, high = out_IO.unflatten(1, (-1, 2, BLOCK // 2)).unbind(2)
     # Subtract 8 while codes are bytes, and signed: this is faster than on larger numbers.
     low.copy_((bytes_ & 15).view(torch.int8).sub_(8))
     high.copy_((bytes_ >> 4).view(torch.int8).sub_(8))
     # `to` keeps the strides of a tensor of this dtype; products with strided scales take three times as long.
-    scale_GO, offset_GO = (each.to(out_IO.dtype).contiguous() for each in scales.unbind(2))
+    scale_GO, offset_GO = (part.to(out_IO.dtype).contiguous() for part in scales.unbind(2))
     codes_GgO = out_IO.unflatten(0, (len(scales), -1))
     torch.addcmul(offset_GO[:, None], codes_GgO, scale_GO[:, None], out=codes_GgO)
-
-
-@lru_cache
-def is_torchs_layout() -> bool:
-    """Return whether torch's 4-bit kernel reads this layout on this machine."""
-    codes = torch.arange(BLOCK * BLOCK, dtype=torch.int32, device="cpu").view(BLOCK, BLOCK) * 7 // 5 % 16
-    theirs = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 2).view(BLOCK, -1)
-    return torch.equal(theirs, pack(codes.to(torch.uint8)))

@@ -7,58 +7,11 @@ largest weights, and resolves the others better.
 Shapes: N groups, G weights of a group, O outputs, I inputs.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from functools import cached_property
-
 import torch
-
-from ..kernels import FEW_BITS_FLOAT_MAX_ROWS, rows_in_bytes
-from .format import Format
-from .int4_layout import BLOCK
 
 # Fractions of the full range that the search tries, for 4 and for 8 bits. For 4 bits about 0.9 is usually best.
 _RANGES_OF_4_BITS = (1.0, 0.93, 0.86, 0.79)
 _RANGES_OF_8_BITS = (1.0, 0.97, 0.94)
-
-
-@dataclass(frozen=True, kw_only=True)
-class FewBits(Format):
-    """Codes of 4 or 8 bits and scales in bfloat16.
-
-    Attributes:
-        search: choose scales by the least squared error.
-        in_bytes: CPU kernels quantize rows to 8 bits.
-    """
-
-    search: bool = True
-    in_bytes: bool = False
-    suffixes = ("", "_scale")
-    compute_dtype = torch.bfloat16
-
-    @cached_property
-    def kernel_max_rows(self) -> int:
-        """Return the most rows for which the compiled kernels are faster than unpacking once."""
-        return rows_in_bytes() if self.in_bytes else FEW_BITS_FLOAT_MAX_ROWS
-
-    @property
-    def exact(self) -> Format:
-        return replace(self, in_bytes=False)
-
-    def empty_parts(self, weight_OI: torch.Tensor) -> list[torch.Tensor]:
-        """Make the parts of a weight, to be filled."""
-        parts = self.parts((weight_OI.shape[0], weight_OI.shape[1]))
-        return [torch.empty(shape, dtype=dtype, device=weight_OI.device) for shape, dtype in parts]
-
-
-def rows_of(weight_OI: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Yield slices of outputs to quantize at once, in whole blocks, and their weights in float32."""
-    # A slice fits into a processor's cache; on a GPU, where launches cost more, it has up to half a gigabyte.
-    numbers = 1 << 17 if weight_OI.is_cpu else 1 << 27
-    step = max(numbers // weight_OI.shape[1] // BLOCK, 1) * BLOCK
-    for start in range(0, len(weight_OI), step):
-        some = slice(start, start + step)
-        yield some, weight_OI[some].contiguous().float()
 
 
 def asymmetric(weights_NG: torch.Tensor, search: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

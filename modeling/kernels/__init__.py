@@ -1,11 +1,11 @@
-"""Faster kernels; each replaces plain operations of torch that give the same result.
+"""Faster kernels; each replaces operations of torch that give the same result up to rounding.
 
-Reading order: limits (row counts up to which each kernel is used), tracing (is a compiler or tracer recording?),
-waiting (a message while kernels compile), cpp_kernels (products of few rows, and attention of one query, on a CPU),
-float32_blocks (bfloat16 and float16 on a CPU without instructions for them), cpu (`linear`, which chooses among these),
-single_queries (attention of one token a row), packed_rows_triton, packed_rows (packed matrices on a GPU, plain ones for
-few rows, and a check of both). Triton is not installed everywhere and is slow to import: only files named `…_triton`
-import it at their top.
+Reading order: limits (numbers of rows up to which each kernel is used), tracing (is a compiler or tracer recording?),
+waiting (a message while kernels compile), cpp_kernels (on a CPU, products of few rows and attention of one query),
+float32_blocks (bfloat16 and float16 on a CPU without instructions for them), cpu (`linear`, which chooses the product),
+single_queries (attention of one token a row), packed_rows_triton and packed_rows (on a GPU, products with packed
+matrices, products of few rows with plain matrices, and a check of the kernels). Triton is not installed everywhere and
+is slow to import: only files named `…_triton` import it at their top.
 """
 
 from .cpp_kernels import (
@@ -28,8 +28,6 @@ from .float32_blocks import (
 )
 from .limits import (
     FEW_BITS_FLOAT_MAX_ROWS,
-    INT4_TORCH_MAX_ROWS,
-    INT8_TORCH_MAX_ROWS,
     PEFT_ORDER_MAX_ROWS,
     TRITON_UNSORTED_MAX_ROWS,
 )

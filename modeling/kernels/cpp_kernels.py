@@ -1,12 +1,12 @@
 """C++ kernels for decoding on a CPU: products of few rows with a matrix, RMSNorm, and attention of one query.
 
-A decode step reads every weight once. The kernels in cpp/ read memory at its full speed. For one row, torch's products
-reach half to three quarters of it; for many rows, torch's 4-bit and 8-bit products are several times slower than those
-of bfloat16. Its attention of one bfloat16 query takes several times as long as reading the cache, and its norm is ten
-operations, whose code the weights have evicted from the processor's cache.
+A decode step reads every weight once. The kernels in cpp/ read weights as fast as the memory can deliver them; torch's
+products of one row reach half to three quarters of this speed. For many rows torch's 4-bit and 8-bit products are
+several times slower than those in bfloat16. Its attention of one bfloat16 query takes several times as long as reading
+the KV cache. Its norm consists of ten operations, whose code has left the processor's cache after each large product.
 
 The C++ backend of `torch.compile` compiles the kernels at first use, in five seconds, and keeps the result on disk. One
-source serves processors with AVX2, AVX-512 or NEON; only products of bytes are written for each (`cpp/bytes_*.h`).
+source is for all processors with AVX2, AVX-512 or NEON; only products of bytes are written for each (`cpp/bytes_*.h`).
 Without a compiler, on other processors, or with `LLAMOE_CPP_KERNELS=0` in the environment, torch's kernels are used.
 
 Shapes: N rows, I inputs, O outputs.
@@ -41,19 +41,19 @@ _ARGUMENTS = {
     "unpack": [*_MATRIX, _SIZE, _POINTER, _SIZE, _INT],
     "pack_words": [_POINTER, *[_SIZE] * 5, _POINTER, _INT],
 }
-# Triton and others set CXX to a C compiler, which links no C++ library by itself.
+# Triton and other libraries set CXX to a C compiler, which does not link the C++ library by itself.
 _CPP_RUNTIME = ["-Wl,--no-as-needed", "-lstdc++"] if sys.platform == "linux" else []
-# Outputs of a 4-bit matrix that are computed together.
+# Number of outputs of a 4-bit matrix that are computed together.
 BLOCK = 64
 BITS = {torch.bfloat16: 16, torch.float32: 32}
 
-# Errors for a cache folder that cannot be made or written, or whose drive is full.
-_NOT_KEPT = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.ENOTDIR}
+# Errors for a cache folder that cannot be created or written, or whose drive is full.
+_NO_FOLDER_ERRORS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.ENOTDIR}
 # The compiled kernels: False before the first use, None if they cannot be compiled.
 _library: Any = False
-# Why there are no kernels, and what would help.
+# The reason why there are no kernels, and what a user could do.
 _why_none = ("", "")
-# Why compilation failed, until the reason is logged.
+# The reason why compilation failed, until it is logged.
 _reasons: list[str] = []
 
 
@@ -62,13 +62,13 @@ class Matrix(NamedTuple):
 
     Attributes:
         bits: 4, 8, 16 or 32.
-        group_size: for 4 bits: inputs that share a scale, a multiple of 32; 0 for others.
+        group_size: of 4 bits, the number of inputs that share a scale, a multiple of 32; else 0.
         codes: 4 bits: `[O, I / 2]` uint8, in the layout that torch's kernel reads with AVX-512. 8 bits: `[O, I]` int8.
             16 and 32 bits: the matrix in bfloat16 or float32, contiguous; `[O, I]`, or `[I, O]` if `is_input_first`.
-        scales: bfloat16. 4 bits: `[I / group_size, O, 2]`, scale, and the value of code 8. 8 bits: `[O]`. None for
-            others.
+        scales: bfloat16. 4 bits: `[I / group_size, O, 2]`, the scale, and the weight that code 8 means. 8 bits: `[O]`.
+            16 and 32 bits: None.
         is_input_first: only for 16 and 32 bits.
-        in_bytes: for 4 and 8 bits: quantize the rows to 8 bits, with a scale for each 32 inputs.
+        in_bytes: only for 4 and 8 bits: quantize the rows to 8 bits, with a scale for each 32 inputs.
     """
 
     bits: int
@@ -82,7 +82,7 @@ class Matrix(NamedTuple):
 def plain_matrix(weight_OI: torch.Tensor) -> Matrix | None:
     """Describe a bfloat16 or float32 weight on the CPU for the kernels; None if they cannot read it.
 
-    The kernels need aligned numbers; those of a mapped file may begin at any byte.
+    The kernels need numbers at addresses that are multiples of their size; in a mapped file they may begin at any byte.
 
     Args:
         weight_OI: contiguous, or a view of a contiguous matrix `[I, O]`.
@@ -104,7 +104,7 @@ def library() -> Any:
 
 
 def why_no_cpp_kernels() -> tuple[str, str] | None:
-    """Return why there are no compiled kernels and what would help, or ""; None if there are kernels.
+    """Return why there are no compiled kernels, and what would help or ""; None if there are kernels.
 
     The first call compiles them.
     """
@@ -112,7 +112,7 @@ def why_no_cpp_kernels() -> tuple[str, str] | None:
 
 
 def cpp_instructions() -> str | None:
-    """Name the instructions that the compiled kernels use; None if there are no kernels."""
+    """Return the name of the instructions that the compiled kernels use; None if there are no kernels."""
     kernels = library()
     return None if kernels is None else kernels.instructions().decode()
 
@@ -133,9 +133,9 @@ def _compile() -> Any:
             if not _agrees(kernels):
                 raise RuntimeError("their results are wrong on this machine")
     except Exception as error:
-        # Catch everything: compilers fail in many ways, and torch's kernels can take over.
+        # Catch everything: compilers fail in many ways, and torch's kernels can be used instead.
         remedy = "install a C++ compiler, such as g++, or name one in CXX"
-        if isinstance(error, OSError) and error.errno in _NOT_KEPT:
+        if isinstance(error, OSError) and error.errno in _NO_FOLDER_ERRORS:
             remedy = "name a folder in TORCHINDUCTOR_CACHE_DIR where torch can keep files"
         _why_none = (" ".join(str(error).split()), remedy)
         _reasons.append(str(error))
@@ -144,10 +144,10 @@ def _compile() -> Any:
 
 
 def flags_of_processor() -> list[str] | str:
-    """Return the compiler flags for this processor, or the reason why it has no kernels.
+    """Return the compiler flags for this processor, or, as a text, the reason why there are no kernels for it.
 
-    The flags are part of the key under which a compiled file is kept. They name the processor's instructions, so that
-    another one finds files of its own in the same folder.
+    The flags are part of the key under which a compiled file is kept. They contain a number for the processor's
+    instructions, so that processors with other instructions have files of their own in the same folder.
     """
     if sys.platform == "win32":
         return "they need GCC or Clang, and torch compiles with MSVC here"
@@ -160,14 +160,14 @@ def flags_of_processor() -> list[str] | str:
         return f"they need AVX2, AVX-512 or NEON, and torch computes with {capability} here"
     if capability == "AVX512":
         return flags
-    # A user who limits torch to AVX2 imitates a processor without AVX-VNNI, too.
-    is_held = os.environ.get("ATEN_CPU_CAPABILITY") == "avx2"
-    return [*flags, "-mno-avx512f", *["-mno-avxvnni"] * is_held]
+    # A user who limits torch to AVX2 wants the results of a processor that has no AVX-VNNI, either.
+    is_limited = os.environ.get("ATEN_CPU_CAPABILITY") == "avx2"
+    return [*flags, "-mno-avx512f", *["-mno-avxvnni"] * is_limited]
 
 
 def compiled(flags: Sequence[str]) -> Any:
     """Return the kernels, compiled with these flags."""
-    # torch's flags forbid fused multiply-add.
+    # torch's own flags forbid fused multiply-add; the last flag counts.
     kernels = compile_cpp(_source("kernels.cpp"), [*flags, "-ffp-contract=fast", *_CPP_RUNTIME])
     for name, types in _ARGUMENTS.items():
         getattr(kernels, name).argtypes = types
@@ -177,18 +177,18 @@ def compiled(flags: Sequence[str]) -> Any:
 
 
 def _source(name: str) -> str:
-    """Return the text of a source file with its includes inlined: the compiler gets one text."""
+    """Return the text of a source file, with our included files put in: the compiler gets a single text."""
     text = (_SOURCES / name).read_text(encoding="utf-8")
     return re.sub(r'^#include "(.+)"$', lambda match: _source(match[1]), text, flags=re.MULTILINE)
 
 
 def _is_close(actual: torch.Tensor, expected: torch.Tensor) -> bool:
-    # Tolerances: sums differ in order, and are rounded to bfloat16 twice.
+    # The tolerance allows for sums in another order, and for two roundings to bfloat16.
     return bool((actual.float() - expected.float()).abs().max() <= 0.01 * expected.abs().max())
 
 
 def _agrees(kernels: Any) -> bool:
-    """Return whether the kernels agree with plain operations, for row counts that run every code path."""
+    """Return True if the kernels agree with torch's operations, for numbers of rows that run all of their code."""
     generator = torch.Generator().manual_seed(0)
     num_out, num_in, group_size = 128, 192, 64
     codes = torch.randint(-127, 128, (num_out, num_in), dtype=torch.int8, generator=generator)
@@ -213,7 +213,7 @@ def _agrees(kernels: Any) -> bool:
                     return False
         for dtype in (torch.float32, torch.bfloat16):
             x, weight = x.to(dtype), codes.to(dtype)
-            # Also test rows that begin within a cache line, and input-first weights.
+            # Also test weights that begin within a cache line, and input-first weights.
             for rows in (weight, weight.flatten()[2 : 2 - num_in].view(-1, num_in), weight.T.contiguous().T):
                 if not _is_close(_multiply(kernels, x, plain_matrix(rows)), x @ rows.T):
                     return False
@@ -226,11 +226,11 @@ def _agrees(kernels: Any) -> bool:
 
 
 def _attends(kernels: Any, generator: torch.Generator) -> bool:
-    """Return whether attention of one query agrees with torch's, for several group sizes."""
+    """Return True if attention of one query agrees with torch's, for several numbers of heads that share keys."""
     for heads, dtype in ((6, torch.float32), (15, torch.bfloat16)):
         query = torch.randn(1, heads, 1, 40, generator=generator).to(dtype)
         keys, values = torch.randn(2, 1, 3, 150, 40, generator=generator).to(dtype)[..., 3:, :]
-        shared = [each.float().repeat_interleave(heads // 3, 1) for each in (keys, values)]
+        shared = [states.float().repeat_interleave(heads // 3, 1) for states in (keys, values)]
         expected = torch.nn.functional.scaled_dot_product_attention(query.float(), *shared, scale=0.3)
         if not _is_close(_attend(kernels, query, keys, values, 0.3), expected[:, :, 0][:, None]):
             return False
@@ -238,14 +238,14 @@ def _attends(kernels: Any, generator: torch.Generator) -> bool:
 
 
 def _as_bytes(x_NI: torch.Tensor) -> torch.Tensor:
-    """Return the rows after quantization to bytes and back."""
+    """Return the rows, rounded as the kernels round them to bytes."""
     parts = x_NI.unflatten(1, (-1, 32))
     scales = parts.abs().amax(2, keepdim=True) / 127
     return ((parts / scales).round() * scales).flatten(1)
 
 
 def _arguments(matrix: Matrix) -> tuple:
-    """Return the kernels' arguments that describe a matrix."""
+    """Return the kernels' arguments for a matrix; `Matrix` in kernels.cpp says what they mean."""
     bits, group_size, codes, scales, is_input_first, in_bytes = matrix
     outputs, inputs = codes.shape
     if is_input_first:
@@ -276,13 +276,13 @@ def _normalize(kernels: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) 
 
 
 def cpp_product(x: torch.Tensor, matrix: Matrix) -> torch.Tensor | None:
-    """Multiply few rows by the transpose of a matrix; None if there is no kernel.
+    """Multiply few rows by the transpose of a matrix; return None if there is no kernel.
 
     If compilation failed, the first call with quantized weights logs a warning.
 
     Args:
         x: `[..., I]` on the CPU; float32 for a matrix of 32 bits, otherwise bfloat16.
-        matrix: of I inputs; one of 4 bits with a multiple of 64 outputs.
+        matrix: of I inputs; with 4 bits only if the number of outputs is a multiple of 64.
 
     Returns:
         `[..., O]` in the dtype of `x`.
@@ -290,7 +290,7 @@ def cpp_product(x: torch.Tensor, matrix: Matrix) -> torch.Tensor | None:
     kernels = _library or library()
     if _reasons and matrix.bits <= 8:
         logger.warning(
-            "Kernels of quantized weights on a CPU were not compiled; torch's slower ones are used: %s",
+            "Kernels of quantized weights on a CPU were not compiled, so torch's slower ones are used: %s",
             _reasons.pop(),
         )
     return None if kernels is None else _multiply(kernels, x, matrix)
@@ -311,7 +311,7 @@ def _attend(
     (_, heads, _, size), (_, key_heads, count, _) = query.shape, keys.shape
     query = query.contiguous()
     y = query.new_empty(1, 1, heads, size)
-    cached = [part for each in (keys, values) for part in (each.data_ptr(), each.stride(1), each.stride(2))]
+    cached = [it for states in (keys, values) for it in (states.data_ptr(), *states.stride()[1:3])]
     sizes = count, heads, key_heads, size
     kernels.attention(
         BITS[query.dtype], query.data_ptr(), *cached, *sizes, scaling, y.data_ptr(), torch.get_num_threads()
@@ -322,7 +322,7 @@ def _attend(
 def cpp_attention(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float
 ) -> torch.Tensor | None:
-    """Attend with one query per head to all keys of one row; None if there is no kernel.
+    """Attend with one query per head to all keys of a batch of one row; return None if there is no kernel.
 
     Args:
         query: `[1, H, 1, D]` on the CPU in float32 or bfloat16.
@@ -338,8 +338,8 @@ def cpp_attention(
     takes = takes and keys.shape[0] == 1 and keys.shape[3] == size and keys.shape[2] > 0
     takes = takes and num_heads % keys.shape[1] == 0
     takes = takes and all(
-        type(each) is torch.Tensor and each.is_cpu and each.dtype == query.dtype and each.stride(3) == 1
-        for each in (keys, values)
+        type(it) is torch.Tensor and it.is_cpu and it.dtype == query.dtype and it.stride(3) == 1
+        for it in (keys, values)
     )
     kernels = library() if takes else None
     return None if kernels is None else _attend(kernels, query, keys, values, scaling)
@@ -349,7 +349,7 @@ def cpp_unpack(matrix: Matrix, out_IO: torch.Tensor) -> bool:
     """Unpack a 4-bit matrix into a tensor `[I, O]`; return False if there is no kernel.
 
     Args:
-        matrix: of whole blocks of 64 outputs; its scales may be a slice of a larger matrix's.
+        matrix: of whole blocks of 64 outputs; its scales may be a slice of a larger matrix's scales.
         out_IO: float32 or bfloat16, with contiguous rows.
     """
     kernels = library() if matrix.codes.is_cpu and len(matrix.codes) % BLOCK == 0 else None

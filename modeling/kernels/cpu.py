@@ -1,11 +1,11 @@
-"""`linear` and `rms_norm` for all layers: each chooses between torch and the CPU kernels.
+"""`linear` and `rms_norm` for all layers: both choose between torch and the CPU kernels.
 
-`linear` is `torch.nn.functional.linear`. On a CPU in inference it multiplies few rows by a compiled kernel
-(`cpp_kernels`). In bfloat16 and float16 on a processor without instructions for them it multiplies by blocks in
-float32 (`float32_blocks`), in training and under autocast, too: torch takes up to thirty times float32's time. All else
-is torch's. Compilers see one operator, which decides by the number of rows itself.
+`linear` returns what `torch.nn.functional.linear` returns. On a CPU in inference it multiplies few rows by a compiled
+kernel (`cpp_kernels`). In bfloat16 and float16 on a processor without instructions for them it multiplies block by
+block in float32 (`float32_blocks`), also in training and under autocast: torch's product takes up to thirty times as
+long as in float32. All other products are torch's. A compiler records one operator, which chooses when it runs.
 
-`LLAMOE_CPU_SHORTCUTS=0` in the environment, read when llamoe is imported, leaves everything to torch.
+With `LLAMOE_CPU_SHORTCUTS=0` in the environment when llamoe is imported, everything is torch's.
 
 Shapes: N rows, I inputs, O outputs.
 """
@@ -25,21 +25,21 @@ from .limits import CPP_PLAIN_MAX_ROWS
 from .tracing import is_exported
 
 SHORTCUTS_ARE_ON = os.environ.get("LLAMOE_CPU_SHORTCUTS", "1") != "0"
-"""False if the environment variable disables all shortcuts."""
+"""False if the environment variable turns all faster ways of this folder on CPUs off."""
 
 _PLAIN = (torch.Tensor, nn.Parameter)
-# For smaller weights the extra calls cost more than the kernel gains. With few inputs, as in LoRA's second factor,
-# torch's product is up to ten times as fast, since the kernel computes outputs one by one.
+# For matrices with fewer weights, calling the kernel costs more time than the kernel saves. With few inputs, as in
+# LoRA's second factor, torch's product is up to ten times as fast, since the kernel computes outputs one by one.
 _MIN_WEIGHTS, _MIN_INPUTS = 1 << 15, 128
 
 
 def can_use_shortcut(x: torch.Tensor) -> bool:
-    """Return whether `x` is on the CPU in inference, without autocast, tracing, compilation or transforms."""
+    """Return True if `x` is on the CPU in inference, without autocast, tracer, compiler or transform."""
     return (
         SHORTCUTS_ARE_ON
         and not torch.is_grad_enabled()
         and type(x) is torch.Tensor
-        # Checked before the tensor is read: reading it would add guards, or enter the trace.
+        # Before `x.is_cpu`: under a compiler or tracer this would add a guard, or become part of the trace.
         and not (torch.compiler.is_compiling() or is_traced_by_jit())
         and x.is_cpu
         and not (is_any_autocast_on() and torch.is_autocast_enabled("cpu"))
@@ -60,14 +60,14 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     """
     if (
         not SHORTCUTS_ARE_ON
-        # Shards, stand-ins of tracers and quantized tensors have classes of their own.
+        # Shards, tracers' tensors and other libraries' quantized weights are subclasses.
         or type(x) is not torch.Tensor
         or type(weight) not in _PLAIN
         or not (x.is_cpu and weight.is_cpu)
         or weight.layout != torch.strided
         or weight.dim() != 2
         or x.shape[-1:] != weight.shape[1:]
-        # Exported programs run on other machines, and torch's dispatch modes need its own operators.
+        # An exported program may run on another machine. Dispatch modes must see torch's operators.
         or is_exported()
         or not (torch.compiler.is_compiling() or not torch_modes_active())
     ):
@@ -90,8 +90,8 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
     """Divide rows `[..., D]` by their root mean square, and multiply them by a weight `[D]`, if there is one.
 
-    The quotient has the dtype of `x`; statistics are in float32. Few rows in inference on a CPU take a compiled kernel:
-    torch's ten operations take 2 to 4 % of the time of a token at the sizes of a 7B model in int4.
+    Sums are in float32; the quotient is rounded to the dtype of `x`. For few rows in inference on a CPU a compiled
+    kernel takes the place of torch's ten operations, which take 2 to 4 % of the time of a token in a 7B model in int4.
     """
     if (
         can_use_shortcut(x)
@@ -104,13 +104,13 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.
         and (y := cpp_rms_norm(x, weight, eps)) is not None
     ):
         return y
-    # Autocast may return float32.
+    # Under autocast `F.rms_norm` may return float32.
     y = F.rms_norm(x, x.shape[-1:], None, eps).to(x.dtype)
     return y if weight is None else y * weight
 
 
 def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Multiply as `linear`, without gradients and in one dtype: `[..., O]`."""
+    """Multiply as `linear`, without gradients, if rows and weight have the same dtype: `[..., O]`."""
     y, size = None, weight.shape[1]
     num_rows = x.numel() // size if size else 0
     is_large = weight.numel() >= _MIN_WEIGHTS and size >= _MIN_INPUTS
@@ -138,7 +138,7 @@ def _(x, weight, bias):
 def widened(attend: Callable, query: torch.Tensor) -> Callable:
     """Wrap an attention function to compute in float32 if torch's bfloat16 or float16 products are slow on this CPU.
 
-    Gradients gain most: torch computes them in scalar loops.
+    Gradients become faster most: torch computes them in scalar loops.
 
     Args:
         attend: an attention function of transformers' interface.
@@ -154,7 +154,7 @@ def widened(attend: Callable, query: torch.Tensor) -> Callable:
     ):
         if isinstance(mask, torch.Tensor) and mask.is_floating_point():
             mask = mask.float()
-        # Autocast would cast them back.
+        # Autocast would cast the inputs back.
         with torch.autocast("cpu", enabled=False):
             output, weights = attend(module, query.float(), key.float(), value.float(), mask, **kwargs)
         return output.to(query.dtype), weights if weights is None else weights.to(query.dtype)

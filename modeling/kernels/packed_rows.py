@@ -1,12 +1,12 @@
 """Products of rows with packed matrices on a GPU: with one matrix, or with the matrix of each row's expert.
 
-Codes are unpacked in registers, so only the packed bytes are read, once for each tile of rows. Launches depend on
-shapes alone, so a CUDA graph can capture them; the host does not read the routing. Up to `TRITON_UNSORTED_MAX_ROWS`
-rows come in any order with each row's expert number, and each expert in use is read once; more rows are sorted by
-expert. Plain matrices are multiplied in the same way if rows are few.
+Codes are unpacked in registers, so only the packed bytes are read, once for each tile of rows. Launches depend only on
+shapes, and the host does not read which rows are whose, so a CUDA graph can capture them. Up to
+`TRITON_UNSORTED_MAX_ROWS` rows may be in any order, each with the number of its expert, and each expert with rows is
+read once; more rows are sorted by expert. Plain matrices are multiplied in the same way if rows are few.
 
 The kernels have not been tested on every device. Before the first use on a device, `is_right` runs a kernel there and
-compares it with the unpacked product; a kernel that fails or differs is not used in this process.
+compares the result with the product of unpacked weights. A kernel that fails or differs is not used in this process.
 
 Shapes: N rows, E experts, O outputs, I inputs, C terms of a sum (I, or O if transposed), S splits of the sum.
 """
@@ -32,33 +32,34 @@ from .waiting import log_if_slow
 logger = logging.getLogger("llamoe")
 
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
-# Triton reads this variable when it is imported; its interpreter runs kernels in Python, on the CPU too.
+# Triton reads this variable when it is imported. Its interpreter runs kernels in Python, also on the CPU.
 _INTERPRETED = _HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
 
-# Rows of a tile. Matrix instructions need 16; a larger tile unpacks each weight for more rows.
+# Possible numbers of rows of a tile. Matrix instructions need 16; a larger tile unpacks each weight for more rows.
 TILES = (16, 32, 64, 128)
-# The loop that sums the splits is unrolled.
+# Most splits of a sum: the loop that adds them is unrolled.
 _MAX_SPLITS = 16
-# Minimum numbers of programs and of warps per multiprocessor, to hide memory latency.
+# Least numbers of programs and of warps per multiprocessor that hide the latency of memory.
 _PROGRAMS, _WARPS = 4, 8
+# How rows are assigned to matrices: a single matrix, the end of each expert's rows, the expert of each row.
 _ONE, _ENDS, _IDS = 0, 1, 2
-# Row counts that a check of unsorted rows tries: one for each tile size.
+# Numbers of rows that a check of unsorted rows tries: one for each tile size.
 _UNSORTED_ROWS = (13, 29)
-# Columns of a weight that a check casts to float32 at once.
+# Number of columns of a weight that a check casts to float32 at once.
 _COLUMNS = 512
 
 
 class GpuMatrix(NamedTuple):
-    """A matrix `[O, I]`, or a stack of them with an axis for experts in front, as these kernels read it.
+    """A matrix `[O, I]`, or a stack of matrices with an axis for experts in front, as these kernels read it.
 
     Attributes:
-        kind: "int4": codes as in `formats.int4_layout`, a scale and an offset for each output and group of inputs.
-            "dense": a number for each weight, maybe with a scale for each output.
+        kind: "int4": codes as in `formats.int4_layout`, with a scale and an offset for each output and group of inputs.
+            "dense": a number for each weight, which may be a code of 8 bits with a scale for each output.
         sizes: O and I.
-        codes: contiguous, unless dense.
-        scales: int4: int32 with the bits of both bfloat16 numbers. dense: any float.
-        group: inputs that share a scale, of int4.
-        strides: of dense matrices, by expert, output and input.
+        codes: the codes or weights; contiguous if the kind is "int4".
+        scales: int4: int32, each with the bits of the scale and the offset in bfloat16. dense: floats, or None.
+        group: int4: number of inputs that share a scale.
+        strides: dense: numbers between neighbouring experts, outputs and inputs.
     """
 
     kind: str
@@ -70,24 +71,25 @@ class GpuMatrix(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """The tile sizes of a product."""
+    """The part of a product that one program computes, and how."""
 
     rows: int
     columns: int
     depth: int
-    """Terms of the sums per loop iteration."""
+    """Number of terms of the sums that an iteration of the loop adds."""
     stages: int
+    """Number of iterations whose loads are in flight."""
     warps: int
 
 
 class Launch(NamedTuple):
-    """The launch parameters of a product, which depend on shapes alone."""
+    """The launch parameters of a product, which depend only on shapes."""
 
     tile: Tile
     row_tiles: int
     column_tiles: int
     split_size: int
-    """Terms of one split of the sums."""
+    """Number of terms of the sums that one program adds."""
 
 
 def has_gpu() -> bool:
@@ -96,12 +98,12 @@ def has_gpu() -> bool:
 
 
 def why_no_gpu_kernel(device: torch.device) -> str | None:
-    """Return why no Triton kernel runs on a device, as a sentence; None if one can."""
+    """Return the reason why no Triton kernel runs on a device, as a sentence; None if kernels run there."""
     if device.type != "cuda":
         is_interpreted = device.type == "cpu" and _INTERPRETED
-        return None if is_interpreted else f"Triton's kernels are for CUDA devices, not for {device}."
+        return None if is_interpreted else f"llamoe's Triton kernels are for CUDA devices, not for {device}."
     if torch.version.hip is not None:
-        return "Triton's kernels were written for NVIDIA's GPUs."
+        return "llamoe's Triton kernels are for NVIDIA's GPUs."
     capability = torch.cuda.get_device_capability(device)
     if capability < (8, 0):
         return (
@@ -112,13 +114,13 @@ def why_no_gpu_kernel(device: torch.device) -> str | None:
 
 
 def max_rows_of_matrix(device: torch.device) -> int:
-    """Return the most rows per matrix, on average, that are multiplied by packed weights without unpacking."""
+    """Return the most rows per matrix, on average, that the kernels multiply by packed weights; more are unpacked."""
     major = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 9
     return TRITON_MAX_ROWS_A_MATRIX.get(major, min(TRITON_MAX_ROWS_A_MATRIX.values()))
 
 
 def few_rows_limit(device: torch.device) -> int:
-    """Return the most rows of all experts that the kernels multiply by plain weights; above, torch does."""
+    """Return the most rows of all experts that the kernels multiply by plain weights; more rows are torch's."""
     major = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
     return TRITON_PREFERRED_MAX_ROWS.get(major, TRITON_MAX_ROWS)
 
@@ -136,13 +138,14 @@ def packed_product(
 
     Args:
         x_NC: `[N, I]`, or `[N, O]` if `transposed`.
-        matrix: one, or a stack. Plain weights have the rows' dtype.
-        groups: None for one matrix. `[E]` integers: the rows are sorted by expert, and an expert's end at its number.
-            `[N]` integers if `by_id`: the expert of each row; those outside of `0 … E - 1` stand for none.
+        matrix: a matrix or a stack. Plain weights have the rows' dtype.
+        groups: None for one matrix. Without `by_id`, `[E]` integers: rows are sorted by expert, and this is the index
+            after each expert's last row. With `by_id`, `[N]` integers: the expert of each row; numbers outside of
+            `0 … E - 1` stand for no expert.
         num_experts: E.
-        by_id: only for up to `TRITON_UNSORTED_MAX_ROWS` rows.
-        transposed: as for gradients.
-        tile_rows: one of `TILES`; default: by the average rows of an expert.
+        by_id: the rows are in any order, at most `TRITON_UNSORTED_MAX_ROWS`.
+        transposed: for the gradient of the rows.
+        tile_rows: one of `TILES`; default: chosen by the average number of rows of an expert.
 
     Returns:
         `[N, O]`, or `[N, I]` if `transposed`; rows without an expert are zero.
@@ -170,7 +173,7 @@ def packed_product(
         packed_rows_triton.product_kernel[launch.row_tiles, launch.column_tiles, splits](
             x_NC,
             matrix.codes,
-            # Placeholders for arguments that this kind of matrix does not use.
+            # If the kernel does not use scales or groups, any tensor takes their place.
             matrix.codes if matrix.scales is None else matrix.scales,
             matrix.codes if groups is None else groups,
             parts_SNO,
@@ -226,7 +229,7 @@ def launch_of(
 
     Args:
         itemsize: of the rows' numbers, in bytes.
-        by: how rows are assigned to matrices: a single matrix, the end of each expert's rows, or each row's expert.
+        by: how rows are assigned to matrices: `_ONE`, `_ENDS` or `_IDS`.
         matrix, num_rows, device, num_experts, transposed, tile_rows: as in `packed_product`.
     """
     num_out, num_in = matrix.sizes
@@ -241,7 +244,7 @@ def launch_of(
 
 
 def rows_of_tile(num_rows: int, num_experts: int, by: int) -> int:
-    """Return the number of rows of a tile; for sorted rows twice an expert's average, since routing is uneven."""
+    """Return the number of rows of a tile: for sorted rows twice an expert's average, since some have more rows."""
     wanted = num_rows if by != _ENDS else 2 * num_rows // num_experts
     return next((rows for rows in TILES if rows >= wanted), TILES[-1])
 
@@ -251,7 +254,7 @@ def tile_of(matrix: GpuMatrix, itemsize: int, transposed: bool, rows: int) -> Ti
     is_large = rows >= 64
     columns, depth = (128, 64) if is_large and itemsize == 2 else (64, 64)
     if matrix.kind == "int4":
-        # An iteration, or a tile of a transposed product, must not span two groups of inputs.
+        # The inputs of an iteration, or of a tile of a transposed product, must be in one group.
         if transposed:
             columns, depth = min(matrix.group, 64), 64
         else:
@@ -267,7 +270,7 @@ def tile_of(matrix: GpuMatrix, itemsize: int, transposed: bool, rows: int) -> Ti
         depth = min(depth, _power_of_two(num_out if transposed else num_in))
     if itemsize == 4 and not (matrix.kind == "int4" and transposed):
         depth = min(depth, 32)
-    # With four warps the sums of 64 rows spill from registers on capability 8.0 and 12.0.
+    # With four warps the sums of 64 rows would not fit into registers on capability 8.0 and 12.0.
     warps = 8 if is_large else 4
     return Tile(rows, columns, depth, 4 if warps == 4 else 3, warps)
 
@@ -294,7 +297,7 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
-# For each checked kernel, a description of its failure; empty if it is right.
+# By name, dtype and device of each checked kernel, a description of its failure; empty if the kernel is right.
 _FAILURES: dict[tuple[str, torch.dtype, torch.device], str] = {}
 
 
@@ -311,15 +314,16 @@ def is_right(
     transposed: bool,
     may_check: bool,
 ) -> bool:
-    """Return whether the kernel for a matrix is right on its device. The first call compiles and checks it.
+    """Return True if the kernel for a matrix is right on the matrix's device. The first call compiles and checks it.
 
     Args:
-        matrix: one, or a stack; the result holds for all of the same kind, sizes and strides.
-        unpacked: unpacks the codes of an expert into `[O, I]` in `dtype`.
+        matrix: a matrix or a stack; the result holds for all of the same kind, sizes and strides.
+        unpacked: unpacks the matrix of an expert, from all codes and the expert's number, into `[O, I]` in `dtype`.
         dtype: of the rows.
         num_experts: E; 0 for one matrix.
-        transposed: for the product of gradients.
-        may_check: run the check if there was none. While a CUDA graph is captured, only an earlier check counts.
+        transposed: check the product for the gradient of the rows.
+        may_check: check the kernel if that was not done before. Otherwise, and while a CUDA graph is captured, return
+            False for a kernel that was not checked.
     """
     device = matrix.codes.device
     # Formatting a symbolic size would make a compiler specialise it.
@@ -335,8 +339,7 @@ def is_right(
             _FAILURES[name, dtype, device] = failure
         if failure:
             logger.warning(
-                "llamoe does not use its Triton kernel for %s in %s on %s: %s. torch's products take its place, which "
-                "is slower.",
+                "llamoe does not use its Triton kernel for %s in %s on %s: %s. torch's slower products take its place.",
                 name,
                 dtype,
                 device,
@@ -345,7 +348,7 @@ def is_right(
     return not _FAILURES[name, dtype, device]
 
 
-# A compiler runs this function while tracing, and treats the result as a constant.
+# A compiler calls this function while it traces, and takes the result as a constant.
 @torch.compiler.assume_constant_result
 def _is_known(name: str, dtype: torch.dtype, device: torch.device) -> bool:
     return _FAILURES.get((name, dtype, device)) == ""
@@ -359,14 +362,15 @@ def _find_difference(
     num_experts: int,
     transposed: bool,
 ) -> str:
-    """Describe how the kernels differ from the product of unpacked weights, or fail; empty if they are right.
+    """Describe how the kernels fail, or differ from the product of unpacked weights; empty if they are right.
 
-    Rows are random, the same each time; the caller's random state is kept. Half of them go to the last expert, the
-    others to the first few, and every seventh to none. All tiles are tried. Arguments as in `is_right`.
+    Rows are random, but the same each time, and the caller's random state does not change. Half of the rows belong to
+    the last expert, the others to the first few, and every seventh to none. All tiles are tried. Arguments are as in
+    `is_right`.
     """
     device, terms = matrix.codes.device, matrix.sizes[not transposed]
     if matrix.scales is None and not matrix.codes.any():
-        # The factors of a new adapter are zeros, which would hide errors.
+        # LoRA factors of a new adapter are zeros, with which every product would be right.
         zeros, generator = matrix.codes, torch.Generator(device).manual_seed(2)
         numbers = torch.empty_strided(zeros.shape, zeros.stride(), dtype=zeros.dtype, device=device)
         matrix = matrix._replace(codes=numbers.normal_(generator=generator))
@@ -387,21 +391,21 @@ def _find_difference(
                 ids_N = ids_N.sort()[0]
                 experts = torch.arange(num_experts, device=device)
                 groups = torch.searchsorted(ids_N, experts, right=True, out_int32=True)
-            given_NO = packed_product(x_NC, matrix, groups, max(num_experts, 1), by_id, transposed, tile)
+            y_NO = packed_product(x_NC, matrix, groups, max(num_experts, 1), by_id, transposed, tile)
             of_expert = partial(unpacked, matrix.codes)
-            y_NO, allowed_NO = _expected(x_NC, ids_N, of_expert, max(num_experts, 1), transposed)
-            # Weights that overflow cannot be compared.
-            is_comparable_NO = y_NO.abs() < torch.finfo(dtype).max / 2
-            error_NO = (given_NO.to(y_NO.dtype) - y_NO).abs()
+            expected_NO, allowed_NO = _expected(x_NC, ids_N, of_expert, max(num_experts, 1), transposed)
+            # Results that overflow cannot be compared.
+            is_comparable_NO = expected_NO.abs() < torch.finfo(dtype).max / 2
+            error_NO = (y_NO.to(expected_NO.dtype) - expected_NO).abs()
             is_wrong_NO = ~(error_NO <= allowed_NO) & is_comparable_NO
             if is_wrong_NO.any():
                 row, column = is_wrong_NO.nonzero()[0].tolist()
                 return (
                     f"with {rows} rows {int(is_wrong_NO.sum())} of {y_NO.numel()} numbers are wrong: in row {row}, "
-                    f"column {column} is {given_NO[row, column]:.6g} in place of {y_NO[row, column]:.6g}"
+                    f"column {column} is {y_NO[row, column]:.6g} in place of {expected_NO[row, column]:.6g}"
                 )
     except torch.OutOfMemoryError:
-        # Out of memory says nothing about the kernel: check again later.
+        # This says nothing about the kernel: the next call checks it again.
         raise
     # Compilers, assemblers and drivers raise errors of any class, and a model must run without the kernel.
     except Exception as error:
@@ -419,9 +423,10 @@ def _expected(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the product with unpacked weights and its tolerance, each `[N, O]`, in float32 (float64 for float32 rows).
 
-    e is the dtype's machine epsilon, s the root of the sum of the terms' squares. A kernel may skip the rounding of a
-    weight, a relative error of up to e / 2 and e / 5 on average. These errors are independent, so 2 e s is ten standard
-    deviations. Rounding the result adds e |y|; summing n terms in another order adds 4 e32 sqrt(n) s.
+    The tolerance allows for three errors. e is the epsilon of the rows' dtype, e32 that of float32, and s the root of
+    the sum of the terms' squares. A kernel may not round a weight that the other product rounds, a relative difference
+    of e / 5 on average; these differences are independent, so 2 e s is ten standard deviations. Rounding the result
+    adds e |y|. Adding n terms in another order adds 4 e32 sqrt(n) s.
     """
     dtype = x_NC.dtype
     wide = torch.float64 if dtype == torch.float32 else torch.float32
@@ -433,8 +438,8 @@ def _expected(
         matrix = unpacked(expert) if expert < num_experts else torch.zeros_like(unpacked(0))
         x = x_NC[ids_N == expert].to(wide)
         columns = (matrix if transposed else matrix.T).split(_COLUMNS, dim=1)
-        sums.append(torch.cat([x @ some.to(wide) for some in columns], 1))
-        spread = torch.cat([x.square() @ some.to(wide).square() for some in columns], 1).sqrt()
+        sums.append(torch.cat([x @ block.to(wide) for block in columns], 1))
+        spread = torch.cat([x.square() @ block.to(wide).square() for block in columns], 1).sqrt()
         allowed.append(step * sums[-1].abs() + of_spread * spread)
     place_N = ids_N.sort(stable=True)[1].argsort()
     return torch.cat(sums)[place_N], torch.cat(allowed)[place_N]

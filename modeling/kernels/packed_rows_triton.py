@@ -1,10 +1,10 @@
 """Triton kernels of `packed_rows`: rows times each expert's matrix, whose codes are unpacked in registers.
 
-One program computes a tile of rows and outputs of one expert, and looks up both on the device. A byte of int4 holds two
-outputs of one input. So a loaded tile of bytes is two tiles of weights: two sums in `x W^T`, and two terms of one sum
-in `x W`, for gradients.
+One program computes a tile of rows and outputs of one expert; it finds out on the device which expert and rows these
+are. A byte of int4 holds the weights of one input for two outputs. So a tile of bytes is two tiles of weights: for two
+sums in `x W^T`, or for two terms of one sum in `x W`, the product for gradients.
 
-Weights are rounded to the rows' dtype, as where a matrix is unpacked first, and sums are float32.
+Weights are rounded to the rows' dtype, as if the matrix were unpacked first, and sums are in float32.
 
 Shapes: N rows, E experts, O outputs, I inputs, C terms of a sum (I, or O if transposed), S splits of the sum.
 """
@@ -13,14 +13,14 @@ import triton
 import triton.language as tl
 from triton import knobs
 
-# The interpreter keeps bfloat16 as integers: it multiplies those integers, and truncates when converting to bfloat16.
+# Triton's interpreter stores bfloat16 as integers, which `tl.dot` would multiply, and truncates in casts to bfloat16.
 _INTERPRETED: tl.constexpr = tl.constexpr(knobs.runtime.interpret)
 
 # How rows are assigned to matrices (`by` in `packed_rows`).
 ONE, ENDS, IDS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
-# Triton must not specialise these arguments for 1 and for multiples of 16: one kernel then serves all numbers of rows
-# that share its constants, so a check of one of them holds for all.
+# Triton must not compile other kernels if these arguments are 1 or multiples of 16: then a check of a kernel for one
+# number of rows holds for all that have the same constants.
 _COUNTS = ("num_rows", "num_experts", "num_elements")
 
 
@@ -46,36 +46,36 @@ def _round(x, dtype: tl.constexpr):
 def _rows_of_program(
     groups_ptr, num_rows, num_experts, BY: tl.constexpr, M: tl.constexpr, GROUPS: tl.constexpr
 ):
-    """Return the expert of a program, its rows `[M]`, and a mask of the rows that exist.
+    """Return the number of a program's expert, its rows `[M]`, and a mask that is true for rows that exist.
 
-    Expert E stands for rows without an expert, and a number above E for programs without rows.
+    Rows without an expert have the number E; programs without rows have a number above E.
     """
-    place = tl.program_id(0)
+    program = tl.program_id(0)
     if BY == ONE:
-        rows = place * M + tl.arange(0, M)
+        rows = program * M + tl.arange(0, M)
         return tl.zeros((), tl.int32), rows, rows < num_rows
     elif BY == IDS:
-        # The program of an expert's first row computes all of its rows.
+        # There is a program for each row. The one of an expert's first row computes all rows of this expert.
         rows = tl.arange(0, M)
         ids = tl.load(groups_ptr + rows, mask=rows < num_rows, other=0)
         ids = tl.where((ids >= 0) & (ids < num_experts), ids, num_experts).to(tl.int32)
-        mine = tl.sum(tl.where(rows == place, ids, 0), axis=0)
-        exists = (ids == mine) & (rows < num_rows)
+        expert = tl.sum(tl.where(rows == program, ids, 0), axis=0)
+        exists = (ids == expert) & (rows < num_rows)
         first = tl.min(tl.where(exists, rows, M), axis=0)
-        return tl.where(first == place, mine, num_experts + 1), rows, exists
+        return tl.where(first == program, expert, num_experts + 1), rows, exists
     else:
-        # Rows behind the last expert's end have no expert: they are the group with number E.
+        # Rows after the last expert's end have no expert: they are the group with number E.
         group = tl.arange(0, GROUPS)
         ends = tl.load(groups_ptr + group, mask=group < num_experts, other=num_rows)
         starts = tl.load(groups_ptr + group - 1, mask=(group > 0) & (group <= num_experts), other=num_rows)
         starts = tl.where(group == 0, 0, starts)
         tiles = (ends - starts + M - 1) // M
         tiles_before = tl.cumsum(tiles, axis=0) - tiles
-        expert = tl.sum((tiles_before + tiles <= place).to(tl.int32), axis=0)
-        is_mine = group == expert
-        begin = tl.sum(tl.where(is_mine, starts - tiles_before * M, 0), axis=0) + place * M
+        expert = tl.sum((tiles_before + tiles <= program).to(tl.int32), axis=0)
+        is_expert = group == expert
+        begin = tl.sum(tl.where(is_expert, starts - tiles_before * M, 0), axis=0) + program * M
         rows = begin + tl.arange(0, M)
-        return expert, rows, rows < tl.sum(tl.where(is_mine, ends, 0), axis=0)
+        return expert, rows, rows < tl.sum(tl.where(is_expert, ends, 0), axis=0)
 
 
 @triton.jit
@@ -87,7 +87,7 @@ def _store(out_ptr, rows, row_exists, columns, exists, num_columns, values):
 
 @triton.jit
 def _int4_weights(shifted, words, dtype: tl.constexpr):
-    """Compute `(code - 8) * scale + offset` from 128 + code; a word holds scale and offset as two bfloat16."""
+    """Return `(code - 8) * scale + offset`; `shifted` is 128 + code, a word has scale and offset in bfloat16."""
     scale = (words << 16).to(tl.float32, bitcast=True)
     offset = (words & -65536).to(tl.float32, bitcast=True) - 136.0 * scale
     return _round(shifted * scale + offset, dtype)
@@ -95,7 +95,10 @@ def _int4_weights(shifted, words, dtype: tl.constexpr):
 
 @triton.jit
 def _shifted(codes, bits):
-    """Return 128 + code in float32, put together from its bits, which is cheaper than a conversion."""
+    """Return 128 + code in float32. The code becomes bits of the number, which is cheaper than a conversion.
+
+    `bits` are those of 128.0.
+    """
     return ((codes.to(tl.int32) << 16) | bits).to(tl.float32, bitcast=True)
 
 
@@ -118,7 +121,10 @@ def _int4(
     GROUP: tl.constexpr,
     REST: tl.constexpr,  # outputs in the last block if it is not full
 ):
-    """Return the sums of the bytes' low and high outputs, `[M, COLUMNS / 2]` each, their numbers, and a mask."""
+    """Return a tile of the product with an int4 matrix: sums of the outputs in low and in high bits of the bytes.
+
+    Both are `[M, COLUMNS / 2]`. Then come the numbers of these outputs, and a mask that is true for outputs that exist.
+    """
     dtype: tl.constexpr = x_ptrs.dtype.element_ty
     column = tl.arange(0, COLUMNS // 2)
     block = column_block * (COLUMNS // 64) + column // 32
@@ -143,10 +149,10 @@ def _int4(
     low = tl.zeros((M, COLUMNS // 2), tl.float32)
     high = tl.zeros((M, COLUMNS // 2), tl.float32)
     for begin in tl.range(first, last, DEPTH, num_stages=STAGES):
-        # Triton puts the weights into shared memory, where all warps use them, only if `bits` is not a constant;
-        # otherwise each warp would unpack all weights.
+        # Only if `bits` is no constant does Triton put the weights into shared memory, where all warps use them.
+        # Otherwise each warp would unpack all weights.
         bits = tl.where(begin >= 0, 0x43000000, 0)
-        # Codes are padded to whole groups of inputs, so only x needs a mask.
+        # Codes are padded to whole groups of inputs, so only `x` needs a mask for the last inputs.
         x = tl.load(x_ptrs, mask=row_exists[:, None] & (deep < num_in - begin)[None, :], other=0.0)
         codes = tl.load(codes_ptrs, mask=exists[None, :], other=0)
         # All inputs of an iteration are in one group.
@@ -179,7 +185,10 @@ def _int4_transposed(
     GROUP: tl.constexpr,
     REST: tl.constexpr,
 ):
-    """Return the sums over blocks of 64 outputs, `[M, COLUMNS]`, the numbers of their inputs, and a mask."""
+    """Return a tile of the transposed product with an int4 matrix, a sum over blocks of 64 outputs: `[M, COLUMNS]`.
+
+    Then come the numbers of the inputs, which are the columns, and a mask that is true for inputs that exist.
+    """
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     # All inputs of a tile are in one group.
     columns = column_block * COLUMNS + tl.arange(0, COLUMNS)
@@ -230,7 +239,10 @@ def _dense(
     TRANSPOSED: tl.constexpr,
     SCALED: tl.constexpr,
 ):
-    """Return the sums `[M, COLUMNS]` for an unpacked matrix of any strides, their column numbers, and a mask."""
+    """Return a tile of the product with a dense matrix of any strides, `[M, COLUMNS]`.
+
+    Then come the numbers of the columns, and a mask that is true for columns that exist.
+    """
     dtype: tl.constexpr = x_ptrs.dtype.element_ty
     columns = column_block * COLUMNS + tl.arange(0, COLUMNS)
     exists = columns < num_columns
@@ -249,7 +261,7 @@ def _dense(
             scale = tl.load(scales_ptr + begin + deep, mask=has_term, other=0.0).to(tl.float32)
             weight = _round(weight.to(tl.float32) * scale[:, None], dtype)
         elif SCALED:
-            # Whole numbers up to 128 are exact in all dtypes.
+            # Codes are whole numbers up to 128, which all dtypes can hold.
             weight = weight.to(tl.float32).to(dtype)
         total = _dot(x, weight, total)
         x_ptrs += DEPTH
@@ -288,7 +300,10 @@ def product_kernel(
     REST: tl.constexpr,
     SCALED: tl.constexpr,
 ):
-    """Write a tile of the product or of a split of it; zeros for rows without an expert. Grid: tiles, columns, S."""
+    """Write a tile of the product, or of a split of its sums; rows without an expert are zero.
+
+    The grid is: tiles of rows, tiles of columns, splits.
+    """
     expert, rows, row_exists = _rows_of_program(groups_ptr, num_rows, num_experts, BY, M, GROUPS)
     column_block = tl.program_id(1)
     split = tl.program_id(2)
@@ -334,7 +349,7 @@ def product_kernel(
 
 @triton.jit(do_not_specialize=_COUNTS)
 def sum_splits_kernel(parts_ptr, out_ptr, num_elements, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
-    """Sum the splits `[S, N C]` in order, and round once."""
+    """Add the splits `[S, elements]` in order, and round the sum once."""
     offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = offsets < num_elements
     total = tl.zeros((BLOCK,), tl.float32)

@@ -1,6 +1,7 @@
 """Attention of one query per row, on every device, which reads each key once.
 
-With a mask or under a compiler, torch copies the cached keys for each query head that shares them, or is slow.
+With a mask or under a compiler, torch's function copies the cached keys for each query head that shares them, or has no
+fast kernel.
 
 Shapes: B batch, H query heads, G key/value heads, K keys, D head_dim.
 """
@@ -18,7 +19,7 @@ from .tracing import is_exported
 def are_single_queries(
     query: torch.Tensor, attention_mask: Any, dropout: float = 0.0, cache: Any = None, **_
 ) -> bool:
-    """Return whether `attend_to_single_queries` gives the result of transformers' function for these arguments."""
+    """Return True if `attend_to_single_queries` computes what transformers' `sdpa` would for these arguments."""
     # An exported program must accept any number of queries.
     return (
         not is_exported()
@@ -39,7 +40,7 @@ def attend_to_single_queries(
     attention_mask: torch.Tensor | None,
     scaling: float,
 ) -> torch.Tensor:
-    """Attend with one query a row, reading each key once: heads that share keys become queries of one head.
+    """Attend with one query per row. Query heads that share keys become queries of one head, so each key is read once.
 
     Args:
         query: `[B, H, 1, D]`.

@@ -1,6 +1,7 @@
 """Checks for a compiler, exporter, tracer or transform of `torch.func`.
 
-What they record is run with other values, too. So code that depends on a tensor's values must be inside an operator.
+A recorded computation is later run with other values. So code that depends on a tensor's values, such as a loop over
+each expert's rows, must be inside an operator, which is recorded as one step.
 """
 
 import torch
@@ -11,10 +12,9 @@ from .._private_api import has_modes, is_traced_by_jit, is_under_functorch
 
 
 def is_recorded(x: torch.Tensor) -> bool:
-    """Return whether a compiler, tracer or transform records this computation, or the tensor is on meta.
+    """Return True if a compiler, tracer or transform records this computation, or the tensor is on the meta device.
 
-    Code that depends on values, such as a loop over each expert's rows, must then be inside an operator: otherwise it
-    would be recorded for these values alone, and under `vmap` there is no single value to read.
+    Values must then not be read outside of operators; under `vmap` there is no single value to read.
     """
     return (
         torch.compiler.is_compiling()
@@ -28,27 +28,28 @@ def is_recorded(x: torch.Tensor) -> bool:
 
 
 def is_exported() -> bool:
-    """Return whether `torch.export` or `torch.jit.trace` is recording a program for any number of rows."""
+    """Return True while `torch.export` or `torch.jit.trace` records a program, which must work for all sizes."""
     return torch.compiler.is_exporting() or torch.jit.is_tracing()
 
 
 def is_transformed() -> bool:
-    """Return whether a transform of `torch.func` is active outside of a compilation."""
+    """Return True if a transform of `torch.func` is active, and no compiler is."""
     return not torch.compiler.is_compiling() and is_under_functorch()
 
 
 def is_tracing(x: torch.Tensor) -> bool:
-    """Return True if values must not be read: as `is_recorded`, or while a CUDA graph is captured.
+    """Return True if a computation is recorded (as `is_recorded`), or a CUDA graph is captured.
 
-    Subclasses that wrap real tensors, such as DTensor, do not count as tracing.
+    Values must then not be read. Tensors of subclasses that hold values, such as DTensor, do not count as recorded
+    here.
     """
     return transformers_is_tracing(x) or x.is_meta or get_proxy_mode() is not None or is_under_functorch()
 
 
 def is_readable(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor's values can be read without synchronising with a device, outside of tracing.
+    """Return True if a tensor's values can be read at once: it is on the CPU, and nothing is recorded.
 
-    transformers' `is_tracing` also asks whether a CUDA graph is being captured, which does not matter for a tensor on
-    the CPU. In a CUDA build without a GPU, that one question costs more than all other checks of a decode step.
+    Unlike `is_tracing` this does not ask CUDA whether a graph is captured, which does not matter for a tensor on the
+    CPU. In a CUDA build without a GPU, that question costs more than all other checks of a decode step.
     """
     return not is_recorded(tensor) and tensor.is_cpu

@@ -1,4 +1,4 @@
-"""A message at the terminal while kernels are compiled and checked, which takes seconds at first use."""
+"""A message in the terminal while kernels are compiled and checked, which takes seconds at first use."""
 
 import contextlib
 import threading
@@ -13,14 +13,14 @@ _PATIENCE = 1.0
 
 @contextlib.contextmanager
 def log_if_slow(text: str) -> Iterator[None]:
-    """Show a text on the terminal while the context lasts, if that is longer than a second.
+    """Show a text in the terminal from the second second of the context to its end.
 
-    The text is shown like transformers' progress bars, and is silent where they are disabled.
+    The text is shown as a progress bar of transformers, so it is not shown if these are disabled.
     """
     shown: list[Any] = []
 
     def show() -> None:
-        # Without a terminal `disable=None` draws nothing.
+        # With `disable=None` nothing is shown outside of a terminal.
         shown.append(logging.tqdm(desc=text, bar_format="{desc}", leave=False, disable=None))
 
     timer = threading.Timer(_PATIENCE, show)

@@ -44,7 +44,7 @@ class Piece(NamedTuple):
         dtype: in the file.
         part: index of the part of the matrix that the piece belongs to.
         rows: rows of the part, as `[out, in]`, that the piece fills; None: the whole part, in the layout of memory.
-        is_kept: memory holds the bytes as the file does, and they begin there at an alignment that kernels can read.
+        is_kept: memory holds the bytes as the file does, at a multiple of the dtype's size.
     """
 
     path: str
@@ -205,7 +205,7 @@ def find_pieces(
 def _pieces(experts: Any, stack: str, stored: StoredStack) -> list[list[Piece]]:
     """Return the pieces of each expert's matrix."""
     pieces: list[list[Piece]] = [[] for _ in range(experts.num_experts)]
-    memories, alignment = experts.parts(stack), experts.format.alignment
+    memories = experts.parts(stack)
 
     def add(
         expert: int,
@@ -216,8 +216,7 @@ def _pieces(experts: Any, stack: str, stored: StoredStack) -> list[list[Piece]]:
         rows: slice | None = None,
     ):
         dtype = DTYPES[tensor.dtype]
-        is_aligned = begin % max(alignment, dtype.itemsize) == 0
-        is_kept = rows is None and dtype == memories[part].dtype and is_aligned
+        is_kept = rows is None and dtype == memories[part].dtype and begin % dtype.itemsize == 0
         pieces[expert].append(Piece(tensor.origin, begin, shape, dtype, part, rows, is_kept))
 
     for part, suffix in enumerate(experts.format.suffixes):

@@ -32,7 +32,7 @@ class Distributed(PreTrainedModel):
                 for rule in model._ep_plan:
                     model._tp_plan.pop(rule, None)
             if size_of(distributed_config, "pp") > 1:
-                # transformers does it only after it has looked for the modules of each rule, of which some go.
+                # transformers cuts the model only after it has looked up the module of each rule; the cut removes some.
                 apply_pipeline_parallelism(model, mesh.get_mesh("pp"))
                 for name, module in model.named_modules():
                     if isinstance(module, PipelineIdentityLayer):
@@ -46,7 +46,7 @@ class Distributed(PreTrainedModel):
 
     def gather_sharded_state_dict_for_save(self, model_to_save, state_dict, distributed_config, **kwargs):
         """Gather the shards; `save_pretrained` calls this in every process."""
-        # transformers gathers only models that it has sharded, and their tensors even in place of a given state dict.
+        # transformers gathers only models that it has sharded, and then the model's tensors, not those that are given.
         if distributed_config is None or not is_sharded(state_dict.values()):
             whole = joined(state_dict)
             return whole if kwargs.get("save_on_this_rank", True) else {}

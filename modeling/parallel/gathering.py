@@ -18,12 +18,12 @@ def size_of(config: Any, name: str) -> int:
 
 
 def is_sharded(tensors: Iterable[Any]) -> bool:
-    """Return True if any of these is a `DTensor`, whose shards several processes hold."""
+    """Return True if a tensor is a `DTensor`, whose shards several processes hold."""
     return any(isinstance(tensor, DTensor) for tensor in tensors)
 
 
 def is_shared(model: PreTrainedModel, state_dict: dict[str, Any] | None) -> bool:
-    """Return True if all processes must save a model together: the given part of it, or for None all of it."""
+    """Return True if all processes must take part in saving `state_dict`, or the model's weights if it is None."""
     tensors = model.parameters() if state_dict is None else state_dict.values()
     sizes = [size_of(model.config, name) for name in ("tp", "fsdp", "dp_replicate", "ep")]
     # Saving a model that transformers has sharded waits for all processes, even if nothing is left to gather.

@@ -1,4 +1,4 @@
-"""Pictures and prompts for the multimodal model.
+"""The processor of the multimodal model, which turns pictures and prompts into model inputs.
 
 Reading order: pictures, processor.
 """

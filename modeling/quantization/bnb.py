@@ -45,19 +45,17 @@ class QuantizesExperts(PackedQuantizer):
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
         super()._process_model_before_weight_loading(model, **kwargs)
-        # In some folders the experts of only some layers are quantized.
-        files = kwargs.get("checkpoint_files")
-        stored = _packed_in(files) if self.pre_quantized and files else None
-        stacks = [(name, module) for name, module in model.named_modules() if isinstance(module, Experts)]
-        is_ours = isinstance(model, AtomicSaveMixin)
-        if is_ours and stored is not None and (dtype := _plain_dtype(files)):
+        files = kwargs.get("checkpoint_files") if self.pre_quantized else None
+        if files and isinstance(model, AtomicSaveMixin) and (dtype := _plain_dtype(files)):
             # Whatever dtype is requested, transformers loads plain weights in the files' dtype. Biases, routers and
             # experts, which it would cast, must follow.
             for parameter in model.parameters():
                 if type(parameter) is nn.Parameter:
                     parameter.data = parameter.data.to(dtype)
-        for name, module in stacks:
-            if module.is_packed:
+        # In some folders the experts of only some layers are quantized.
+        stored = _packed_in(files) if files else None
+        for name, module in list(model.named_modules()):
+            if not isinstance(module, Experts):
                 continue
             if self._takes(name, module) if stored is None else name.rpartition("layers.")[2] in stored:
                 form = self._format(module.dtype)
@@ -68,9 +66,6 @@ class QuantizesExperts(PackedQuantizer):
 
     def _takes(self, path: str, experts: Experts) -> bool:
         """Return True unless `llm_int8_skip_modules` names these experts or a part of them."""
-        if self.quantization_config.load_in_8bit and self.quantization_config.llm_int8_has_fp16_weight:
-            # With this option linear layers also keep their weights, and quantize them in each forward.
-            return False
         parts = itertools.chain(*PARTS_OF_STACKS[experts.is_transposed].values())
         layers = (f"{path}.{n}.{part}" for n, part in itertools.product(range(experts.num_experts), parts))
         return all(should_convert_module(name, self.modules_to_not_convert) for name in (path, *layers))

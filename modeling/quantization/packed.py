@@ -135,16 +135,7 @@ class QuantizedLinear(Packed, nn.Linear):
             self.bias = nn.Parameter(torch.empty(self.out_features, dtype=form.compute_dtype))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map `[..., in_features]` to `[..., out_features]` in the dtype of `x`.
-
-        Raises:
-            ValueError: rows of integers, or of another size, which would make kernels read out of bounds.
-        """
-        if x.shape[-1] != self.in_features or not x.is_floating_point():
-            raise ValueError(
-                f"A layer of {self.format.exact.key} takes floats [..., {self.in_features}], not {x.dtype} "
-                f"{list(x.shape)}."
-            )
+        """Map `[..., in_features]` to `[..., out_features]` in the dtype of `x`."""
         rows = x.reshape(-1, self.in_features)
         y = multiply_one(self.format, rows, self.parts(), self.sizes["weight"])
         y = y.view(*x.shape[:-1], self.out_features)

@@ -58,17 +58,15 @@ class PackedQuantizer(HfQuantizer):
 
     def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:
         """Return True if loading quantizes this weight."""
-        is_ours = holds_packed(model, param_name)
-        return (
-            not self.pre_quantized
-            if is_ours
-            else super().param_needs_quantization(model, param_name, **kwargs)
-        )
+        if holds_packed(model, param_name):
+            return not self.pre_quantized
+        return super().param_needs_quantization(model, param_name, **kwargs)
 
     def param_element_size(self, model: PreTrainedModel, param_name: str, param: torch.Tensor) -> float:
         """Return the bytes per element; transformers would use the plain dtype's for weights yet to be quantized."""
-        is_ours = holds_packed(model, param_name)
-        return param.element_size() if is_ours else super().param_element_size(model, param_name, param)
+        if holds_packed(model, param_name):
+            return param.element_size()
+        return super().param_element_size(model, param_name, param)
 
     def get_quantize_ops(self) -> ConversionOps:
         """Return the operation that quantizes a weight: ours for packed modules, else transformers'."""
@@ -86,12 +84,6 @@ class PackedQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
         model = super()._process_model_after_weight_loading(model, **kwargs)
         self.layout = None
-        for path, module in packed_modules(model):
-            _check_scales(path, module)
-            for codes in module.parameters(recurse=False):
-                # Copy unaligned tensors of mapped files: kernels refuse them; other products round differently.
-                if codes.is_cpu and codes.data_ptr() % module.format.alignment:
-                    codes.data = codes.data.clone()
         return model
 
     def dequantize(self, model: PreTrainedModel, dtype: Any = None) -> PreTrainedModel:
@@ -111,16 +103,3 @@ class PackedQuantizer(HfQuantizer):
                 raise ValueError(f"dequantize: {name} is offloaded: load the model without device_map.")
             model.set_submodule(name, module.dequantized(dtype))
         return super().dequantize(model, dtype)
-
-
-def _check_scales(path: str, module: torch.nn.Module) -> None:
-    """Raise a `CheckpointError` if scales are NaN or infinite."""
-    for name, scales in module.named_buffers(recurse=False):
-        if scales.is_meta or not scales.is_floating_point():
-            continue
-        # Minimum and maximum need no memory for a mask, and are NaN if any scale is.
-        if not torch.stack(scales.aminmax()).isfinite().all():
-            raise CheckpointError(
-                f"{path}.{name}: {int((~scales.isfinite()).sum())} of {scales.numel()} scales are NaN or infinite. "
-                "The checkpoint is damaged, or its weights overflowed: quantize the original one."
-            )

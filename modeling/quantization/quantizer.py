@@ -43,25 +43,19 @@ def format_for(config: QuantizationConfig) -> Format:
 def take_activations(stored: Any, options: dict[str, Any]) -> str | None:
     """Return the `activations` that the user requests for a packed folder; None keeps the folder's own.
 
-    transformers ignores all other fields of the user's config, with a warning; a config without others is removed from
-    the options, the keyword arguments of `from_pretrained`.
-
-    Raises:
-        ConfigurationError: both configs are of llamoe's formats, and they differ in what is stored.
+    transformers takes everything else from the folder's config, and warns of that. A request that agrees with the
+    folder's config is removed from the options, the keyword arguments of `from_pretrained`, and so from the warning.
     """
-    holds, asked = (
-        QuantizationConfig(**each) if isinstance(each, dict) and each.get("quant_method") == METHOD else each
-        for each in (stored, options.get("quantization_config"))
+    folders, asked = (
+        QuantizationConfig(**config)
+        if isinstance(config, dict) and config.get("quant_method") == METHOD
+        else config
+        for config in (stored, options.get("quantization_config"))
     )
-    if not isinstance(holds, QuantizationConfig) or not isinstance(asked, QuantizationConfig):
+    if not isinstance(folders, QuantizationConfig) or not isinstance(asked, QuantizationConfig):
         return None
-    for field in asked.given & {"weights", "group_size"}:
-        if getattr(holds, field) != getattr(asked, field):
-            raise ConfigurationError(
-                f"quantization_config asks for {field}={getattr(asked, field)!r}, but this folder is stored with "
-                f"{field}={getattr(holds, field)!r}: quantize the 16-bit checkpoint."
-            )
-    if all(getattr(holds, n) == getattr(asked, n) for n in ("experts", "linears", "modules_to_not_convert")):
+    fields = ["experts", "linears", "modules_to_not_convert", *asked.given - {"activations"}]
+    if all(getattr(folders, field) == getattr(asked, field) for field in fields):
         del options["quantization_config"]
     return asked.activations if "activations" in asked.given else None
 
@@ -136,7 +130,6 @@ class LlamoeQuantizer(PackedQuantizer):
     def _candidates(self, model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
         """Yield the modules, with their names, that are packed unless `modules_to_not_convert` names them."""
         config = self.quantization_config
-        kept = self.get_modules_to_not_convert(model)
         # Pack only modules of the decoder, not heads, vision tower or projector. A tower alone is its own `base_model`.
         has_decoder = not isinstance(model.config, LlamoeVisionConfig)
         inside = {id(module) for module in model.get_decoder().modules()} if has_decoder else ()
@@ -145,7 +138,7 @@ class LlamoeQuantizer(PackedQuantizer):
             is_asked = (
                 config.experts if is_experts else config.linears and type(module) in (nn.Linear, Linear)
             )
-            if is_asked and id(module) in inside and should_convert_module(name, kept):
+            if is_asked and id(module) in inside:
                 yield name, module
 
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, Any] | None, dict]:

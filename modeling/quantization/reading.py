@@ -4,7 +4,7 @@ The loader collects the tensors of a linear layer, or of the layers of all exper
 them to the parts of a packed module, or, for a plain module, to the plain weight. The folder's layout does it.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -20,25 +20,21 @@ from .packed import Packed
 
 def reading_rules(layout: Layout | Bnb, layers: Iterable[str] = ("",)) -> list[WeightConverter]:
     """Return the rules for stacks of experts, and for linear layers with these name suffixes."""
-    rules = [
-        (
-            [
-                *(
-                    f".experts.*.{part}.{kind}"
-                    for part in PLACES
-                    if PLACES[part][0] == stack
-                    for kind in layout.kinds
-                ),
-                # The longer name first, for it begins with the shorter.
-                *(f".experts.{stack}{suffix}" for suffix in reversed(layout.in_stacks)),
-            ],
-            f".experts.{stack}",
-        )
-        for stack in STACKS
-    ]
-    rules += [([f"{layer}.{kind}" for kind in layout.kinds], f"{layer}.weight") for layer in layers]
+    sources = {}
+    for stack in STACKS:
+        parts = [part for part in PLACES if PLACES[part][0] == stack]
+        sources[f".experts.{stack}"] = [
+            *(f".experts.*.{part}.{kind}" for part in parts for kind in layout.kinds),
+            # The longer name first, for it begins with the shorter.
+            *(f".experts.{stack}{suffix}" for suffix in reversed(layout.in_stacks)),
+        ]
+    # The loader takes the first rule that matches, and names of experts match the patterns of linear layers, too.
+    sources |= {f"{layer}.weight": [f"{layer}.{kind}" for kind in layout.kinds] for layer in layers}
     # Convert on the CPU, where files are mapped: otherwise the loader copies all tensors to the GPU first.
-    return [WeightConverter(*names, [_Read(layout, names[1])], force_cpu=True) for names in rules]
+    return [
+        WeightConverter(names, target, [_Read(layout, target)], force_cpu=True)
+        for target, names in sources.items()
+    ]
 
 
 class _Read(ConversionOps):
@@ -80,11 +76,7 @@ class _Read(ConversionOps):
         }:
             return {full_layer_name: self._of_stacks(module, name, input_dict, stacked)}
         else:
-            sizes, kinds_of_parts = shape_of_one(module, name), _parts_of_experts(module, name, input_dict)
-            matrices = (
-                [{kind: tensors[number] for kind, tensors in kinds.items()} for kinds in kinds_of_parts]
-                for number in range(module.num_experts)
-            )
+            sizes, matrices = shape_of_one(module, name), _by_expert(module, name, input_dict)
         if isinstance(module, Packed):
             parts = (self.layout.parts_of(layers, sizes, module.formats[name]) for layers in matrices)
             filled = module.fill(name, parts, torch.device("cpu"))
@@ -98,7 +90,7 @@ class _Read(ConversionOps):
         self,
         experts: Any,
         name: str,
-        found: Mapping[str, list[torch.Tensor]],
+        input_dict: Mapping[str, list[torch.Tensor]],
         stacked: Mapping[str, torch.Tensor],
     ) -> torch.Tensor:
         """Return a stack in 16 bits from scales of all experts together; the codes may be those of single experts."""
@@ -106,30 +98,31 @@ class _Read(ConversionOps):
             # Without scales the stack is plain.
             return stacked[""]
         if "" in stacked:
-            codes: list[Any] = [stacked[""]]
+            codes = [[matrix] for matrix in stacked[""]]
         else:
-            codes = [kinds["weight"] for kinds in _parts_of_experts(experts, name, found)]
+            codes = [
+                [kinds["weight"] for kinds in layers] for layers in _by_expert(experts, name, input_dict)
+            ]
         # Only layouts whose files have stacks come here.
         layout: Any = self.layout
         scales = stacked[layout.in_stacks[1]]
         whole = torch.empty(experts.stack_shape(name), dtype=experts.dtype)
-        for number, matrix in enumerate(whole):
-            parts = [each[number] for each in codes]
-            matrix.copy_(layout.weight_in_stack(parts, scales[number], experts.is_transposed))
+        for matrix, parts, scale in zip(whole, codes, scales, strict=True):
+            matrix.copy_(layout.weight_in_stack(parts, scale, experts.is_transposed))
         return whole
 
 
-def _parts_of_experts(
-    experts: Any, stack: str, found: Mapping[str, list[torch.Tensor]]
-) -> list[dict[str, list[torch.Tensor]]]:
-    """Return the tensors of all experts' linear layers by kind, gate before up.
+def _by_expert(
+    experts: Any, stack: str, input_dict: Mapping[str, list[torch.Tensor]]
+) -> Iterator[list[dict[str, torch.Tensor]]]:
+    """Yield the tensors of each expert's linear layers by kind, gate before up.
 
     Raises:
         CheckpointError: an expert lacks a tensor that others have.
     """
     layers: list[dict[str, list[torch.Tensor]]] = [{} for _ in PARTS_OF_STACKS[True][stack]]
     counts = {}
-    for pattern, tensors in found.items():
+    for pattern, tensors in input_dict.items():
         if pattern.startswith(".experts.*."):
             part, _, kind = pattern.removeprefix(".experts.*.").partition(".")
             layers[PLACES[part][1]][kind], counts[pattern] = tensors, len(tensors)
@@ -138,4 +131,5 @@ def _parts_of_experts(
             f"the checkpoint has these numbers of tensors, by pattern: {counts}; num_local_experts in config.json is "
             f"{experts.num_experts}. Quantize the original checkpoint again."
         )
-    return layers
+    for number in range(experts.num_experts):
+        yield [{kind: tensors[number] for kind, tensors in kinds.items()} for kinds in layers]

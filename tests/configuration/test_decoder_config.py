@@ -1,4 +1,4 @@
-"""The decoders' configurations: what each layer is, what is derived, what is refused."""
+"""Test the decoders' configurations: plans of layers, fields that follow from others, and errors."""
 
 import math
 import re
@@ -15,7 +15,7 @@ def message(owner: str, field: str, value: object) -> str:
     return "^" + re.escape(f"{owner}.{field} = {value!r}: ")
 
 
-def test_dense_layers_are_all_alike():
+def test_dense_layers_have_equal_plans():
     config = LlamoeDenseConfig(num_hidden_layers=3, intermediate_size=77)
     for idx in range(3):
         assert config.layer_plan(idx) == LayerPlan(idx, FULL, False, 77)
@@ -37,7 +37,7 @@ def test_text_layers_follow_the_lists():
     assert config.rope_interleave
 
 
-# What is given, and what the fields are then.
+# Class, arguments, and the fields that follow from them.
 DERIVED = [
     (LlamoeDenseConfig, dict(hidden_size=96, num_attention_heads=6), dict(head_dim=16)),
     (LlamoeDenseConfig, dict(hidden_size=100, num_attention_heads=6, head_dim=16), dict(hidden_size=100, head_dim=16)),
@@ -86,7 +86,7 @@ def test_layers_past_the_last_are_cut():
 @pytest.mark.parametrize("listed", [None, []])
 @pytest.mark.parametrize("experts", [{}, {"num_local_experts": 0, "num_experts_per_tok": 0}])
 def test_a_step_of_zero_means_no_mixtures(experts, listed, chunk, tmp_path):
-    """A decoder of Llama Guard 4's shape, with and without chunks, is read back by us and by stock."""
+    """llamoe and transformers read back a decoder like Llama Guard 4's, with and without chunks."""
     config = LlamoeTextConfig(
         num_hidden_layers=3,
         interleave_moe_layer_step=0,
@@ -103,7 +103,7 @@ def test_a_step_of_zero_means_no_mixtures(experts, listed, chunk, tmp_path):
     stock = Llama4TextConfig(**to_stock(config))
     assert stock.moe_layers == [] and from_stock(stock).moe_layers == []
     assert (stock.no_rope_layers, stock.layer_types) == ([1] * 3, config.layer_types)
-    # Stock makes a mask of chunks even if no layer uses it.
+    # transformers makes a mask of chunks even if no layer uses it.
     assert stock.attention_chunk_size == (chunk or config.max_position_embeddings)
 
 
@@ -122,7 +122,7 @@ def test_num_experts_is_another_name():
     assert "num_experts" not in config.to_dict()
 
 
-def test_integers_serve_as_floats():
+def test_integers_become_floats():
     config = LlamoeTextConfig(attention_dropout=0, rms_norm_eps=1, expert_capacity_factor=2)
     for value in (config.attention_dropout, config.rms_norm_eps, config.expert_capacity_factor):
         assert type(value) is float
@@ -164,8 +164,8 @@ OUTSIDE = {
 
 
 @pytest.mark.parametrize("config_class", OUTSIDE)
-def test_numbers_outside_of_the_valid_ones_are_refused(config_class):
-    """When they are given, and when they are assigned."""
+def test_numbers_out_of_range_are_refused(config_class):
+    """As arguments, and when they are assigned."""
     config = config_class()
     for name, values in OUTSIDE[config_class].items():
         for value in values:
@@ -197,8 +197,8 @@ def test_numbers_outside_of_the_valid_ones_are_refused(config_class):
         (LlamoeTextConfig, dict(layer_types=[FULL], num_hidden_layers=2), "a list of 2"),
         (LlamoeTextConfig, dict(layer_types=FULL, num_hidden_layers=2), r"list\[str\]"),
         (LlamoeTextConfig, dict(moe_layers=[0.5], num_hidden_layers=2), r"list\[int\]"),
-        (LlamoeTextConfig, dict(moe_layers=[-1], num_hidden_layers=2), "each layer of 0 to 1 once"),
-        (LlamoeTextConfig, dict(moe_layers=[1, 1], num_hidden_layers=2), "each layer of 0 to 1 once"),
+        (LlamoeTextConfig, dict(moe_layers=[-1], num_hidden_layers=2), "layers from 0 to 1, each once"),
+        (LlamoeTextConfig, dict(moe_layers=[1, 1], num_hidden_layers=2), "layers from 0 to 1, each once"),
         (LlamoeTextConfig, dict(router_score_function="argmax"), "'sigmoid' or 'softmax'"),
         (LlamoeTextConfig, dict(router_pre_softmax=True), "False, or router_score_function"),
         (LlamoeTextConfig, dict(router_balancing="loss"), "'bias' or None"),
@@ -212,7 +212,7 @@ def test_contradictions_are_refused(config_class, fields, match):
 
 @pytest.mark.parametrize("fields", [{}, {"attention_chunk_size": None}])
 @pytest.mark.parametrize("kind", ["nope", "sliding_attention"])
-def test_unknown_kinds_of_attention_are_refused(kind, fields):
+def test_unknown_attention_types_are_refused(kind, fields):
     with pytest.raises(ValueError, match=rf"layer_types\[1\] = '{kind}': .*'full_attention' or"):
         LlamoeTextConfig(num_hidden_layers=2, layer_types=[FULL, kind], **fields)
 
@@ -221,7 +221,7 @@ def test_unknown_kinds_of_attention_are_refused(kind, fields):
     ("rope", "match"),
     [
         ({"rope_type": "llama3", "factor": 8.0}, ".*low_freq_factor"),
-        ({FULL: {"rope_type": "default"}}, ".*at the top level"),
+        ({FULL: {"rope_type": "default"}}, ".*parameters that are not by layer type"),
         ({"rope_type": "default", "rope_theta": 0.0}, r".*\['rope_theta'\] = 0.0: must be positive; valid: "),
         ({"rope_type": "default", "rope_theta": math.inf}, r".*\['rope_theta'\] = inf: "),
         ({"rope_type": "default", "rope_theta": "10000"}, r".*\['rope_theta'\] = '10000': "),
@@ -229,7 +229,7 @@ def test_unknown_kinds_of_attention_are_refused(kind, fields):
     ],
 )
 @pytest.mark.parametrize("config_class", [LlamoeDenseConfig, LlamoeTextConfig])
-def test_rotary_parameters_are_refused(config_class, rope, match):
+def test_wrong_rotary_parameters_are_refused(config_class, rope, match):
     with pytest.raises(ValueError, match=rf"^{config_class.__name__}{match}"):
         config_class(rope_parameters=rope)
 

@@ -1,4 +1,4 @@
-"""What is known of each field: its effect on what is computed, and whether this model has the part that uses it."""
+"""Test the effect that each field declares, and that it depends on the parts that a model has."""
 
 import dataclasses
 
@@ -15,13 +15,13 @@ ROUTER = {
 
 
 @pytest.mark.parametrize("config_class", CONFIG_CLASSES)
-def test_every_field_says_its_effect(config_class):
-    own = [base for base in config_class.__mro__ if base.__module__.startswith("llamoe.configuration")]
-    inherited = {field.name for field in dataclasses.fields(own[-1])}
+def test_every_field_declares_its_effect(config_class):
+    bases = [base for base in config_class.__mro__ if base.__module__.startswith("llamoe.configuration")]
+    inherited = {field.name for field in dataclasses.fields(bases[-1])}
     names = {field.name for field in dataclasses.fields(config_class)} - inherited
     assert config_class.meanings.keys() == names
     for name in names:
-        declared = [base.__dataclass_fields__[name] for base in own if name in base.__dataclass_fields__]
+        declared = [base.__dataclass_fields__[name] for base in bases if name in base.__dataclass_fields__]
         assert any("meaning" in field.metadata for field in declared), name
 
 
@@ -72,6 +72,6 @@ def test_every_field_says_its_effect(config_class):
         ),
     ],
 )
-def test_a_field_has_an_effect_where_its_part_is(config, without, with_effect):
+def test_a_field_has_an_effect_if_the_model_has_its_part(config, without, with_effect):
     unused = fields_without_effect(config)
     assert without <= unused and not with_effect & unused

@@ -1,4 +1,4 @@
-"""Bytes of the cache, compared with the tensors that transformers' own cache holds."""
+"""Test the computed bytes of the KV cache against the tensors of real caches."""
 
 import pytest
 import torch
@@ -9,24 +9,30 @@ import llamoe
 from llamoe.configuration import cache_bytes, cache_tokens, preset
 
 
-def held(cache):
-    """Bytes of each layer, of the storage behind what may be a view; without places for tokens that may follow."""
+def bytes_of(cache):
+    """Return the bytes of each layer's cache. A view counts with its whole storage, except in growing caches.
+
+    Growing caches have memory for further tokens, which does not count.
+    """
     return [
-        sum(each.nbytes if grows else each.untyped_storage().nbytes() for each in (layer.keys, layer.values))
+        sum(
+            tensor.nbytes if grows else tensor.untyped_storage().nbytes()
+            for tensor in (layer.keys, layer.values)
+        )
         for layer in cache.layers
         for grows in [hasattr(layer, "llamoe_memory")]
     ]
 
 
 @torch.no_grad()
-def fullest(model, config, context, piece, batch_size):
-    """Read a prompt of `context` tokens in pieces, the odd one first, and note each layer's most."""
+def most_bytes(model, config, context, piece, batch_size):
+    """Read a prompt of `context` tokens in pieces, the rest first; return the most bytes of each layer's cache."""
     cache, most = DynamicCache(config=config), [0] * config.num_hidden_layers
     ids = torch.randint(3, 90, (batch_size, context))
     sizes = [context % piece] * bool(context % piece) + [piece] * (context // piece)
     for part in ids.split(sizes, dim=1):
         model(input_ids=part, past_key_values=cache, use_cache=True)
-        most = [max(pair) for pair in zip(most, held(cache), strict=True)]
+        most = [max(pair) for pair in zip(most, bytes_of(cache), strict=True)]
     return most
 
 
@@ -45,21 +51,20 @@ DENSE, MIXTRAL, TEXT, MULTIMODAL = (case for case in MODELS if case.is_head)
 )
 def test_bytes_are_those_of_the_cache(case, context, piece):
     model = case.make().bfloat16()
-    expected = fullest(model, model.config.get_text_config(), context, piece, batch_size=3)
-    given = cache_bytes(model.config, context, batch_size=3, piece=piece)
-    assert given == expected
+    expected = most_bytes(model, model.config.get_text_config(), context, piece, batch_size=3)
+    assert cache_bytes(model.config, context, batch_size=3, piece=piece) == expected
 
 
-def test_bytes_of_stock():
-    """The chunks of 16 are stock's as well."""
+def test_bytes_are_those_of_transformers_model():
+    """transformers' Llama 4 has the same chunks, of 16 tokens."""
     config = stock_text_config()
-    expected = fullest(Llama4ForCausalLM(config), config, 50, 20, batch_size=2)
+    expected = most_bytes(Llama4ForCausalLM(config), config, 50, 20, batch_size=2)
     assert cache_bytes(llamoe.from_stock(config), 50, batch_size=2, element_size=4, piece=20) == expected
     assert len(set(expected)) == 2, "full and chunked layers differ"
 
 
 def test_published_sizes():
-    """By hand: keys and values, 8 heads of 128, 2 bytes; every fourth of 48 layers sees everything."""
+    """A token takes keys and values of 8 heads of 128 numbers of 2 bytes; 12 of Scout's 48 layers have no chunks."""
     of_a_token = 2 * 8 * 128 * 2
     tokens = cache_tokens(preset("llama-4-scout"), 131072, piece=4096)
     assert sorted(set(tokens)) == [8191 + 4096, 131072] and tokens.count(131072) == 12
@@ -78,6 +83,6 @@ def test_published_sizes():
     ],
     ids=str,
 )
-def test_bad_sizes(options):
+def test_wrong_sizes_are_refused(options):
     with pytest.raises(ValueError, match=[*options][-1]):
         cache_bytes(TEXT.make_config(), **options)

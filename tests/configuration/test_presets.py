@@ -1,11 +1,11 @@
-"""Every published size, and how many parameters it has."""
+"""Test the presets of published models, and their numbers of parameters."""
 
 import pytest
 
 from llamoe.configuration import PRESETS, count_parameters, preset
 from llamoe.modeling.registration import empty_model
 
-# Counted from the shapes of the released files; Llama 4 with tower and projector.
+# Numbers of parameters in the released files; those of Llama 4 include tower and projector.
 TOTALS = {
     "llama-7b": 6_738_415_616,
     "llama-13b": 13_015_864_320,
@@ -26,7 +26,7 @@ TOTALS = {
     "llama-4-scout": 108_641_793_536,
     "llama-4-maverick": 401_583_781_376,
 }
-# In millions, as published: one decimal.
+# Millions of parameters, as published with one decimal.
 TOWERS = {
     "metaclip-b32": 87.8,
     "metaclip-b16": 86.2,
@@ -34,7 +34,7 @@ TOWERS = {
     "metaclip-h14": 632.1,
     "metaclip-g14": 1844.9,
 }
-# One of each family, and both shapes of Llama 4.
+# One model of each family, and both of Llama 4.
 BUILT = [
     "llama-2-70b",
     "llama-3.1-8b",
@@ -93,7 +93,7 @@ def test_published_fields():
     assert tower.projection_dim == 1024
 
 
-def test_presets_are_fresh_each_time():
+def test_changing_a_result_changes_no_preset():
     preset("llama-4-scout").text_config.eos_token_id.append(1)
     assert preset("llama-4-scout").text_config.eos_token_id == [200001, 200007, 200008]
     with pytest.raises(TypeError):

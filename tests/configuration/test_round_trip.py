@@ -1,4 +1,4 @@
-"""A configuration that is read back from a folder is the one that was saved, in every form that one can ask for."""
+"""Test that a configuration is equal after saving and reading, and in the other forms in which it can be copied."""
 
 import copy
 import json
@@ -34,19 +34,19 @@ NOT_DEFAULT = {
 def check_same(read, saved):
     assert type(read) is type(saved)
     assert read == saved and saved == read
-    # Where a configuration was read from is known to `AutoConfig` alone, as with stock's.
+    # Only `AutoConfig` sets the folder that a configuration was read from, as for transformers' own.
     assert {**read.to_dict(), "_name_or_path": ""} == {**saved.to_dict(), "_name_or_path": ""}
     assert read.to_diff_dict() == saved.to_diff_dict()
     for use_diff in (True, False):
-        given, expected = (json.loads(config.to_json_string(use_diff=use_diff)) for config in (read, saved))
-        assert {**given, "_name_or_path": ""} == {**expected, "_name_or_path": ""}
+        content, expected = (json.loads(config.to_json_string(use_diff=use_diff)) for config in (read, saved))
+        assert {**content, "_name_or_path": ""} == {**expected, "_name_or_path": ""}
     for part in read.sub_configs:
         check_same(getattr(read, part), getattr(saved, part))
 
 
 @FAMILIES
 @pytest.mark.parametrize("fields", ["default", "others"])
-def test_saved_by_itself(family, fields, tmp_path):
+def test_copies_are_equal(family, fields, tmp_path):
     config = MAKERS[family]()
     if fields == "others":
         config = type(config).from_dict(config.to_dict(), **NOT_DEFAULT[family])
@@ -70,8 +70,8 @@ def test_saved_by_itself(family, fields, tmp_path):
     assert json.loads(once)["model_type"] == config.model_type and "llama4" not in once
 
 
-def test_parts_that_had_a_folder_of_their_own(tmp_path):
-    """What a part's folder says of loading it is not a field of the part, in whatever it is put."""
+def test_parts_from_folders_of_their_own(tmp_path):
+    """The `auto_map` of a part's folder is not written into the configuration of the whole."""
     text_config().save_pretrained(tmp_path / "text")
     vision_config().save_pretrained(tmp_path / "vision")
     parts = {
@@ -86,8 +86,8 @@ def test_parts_that_had_a_folder_of_their_own(tmp_path):
     check_same(llamoe.LlamoeConfig.from_pretrained(tmp_path / "whole"), whole)
 
 
-def test_entries_of_others_stay(tmp_path):
-    """A user's class of one Auto class beside ours of the others."""
+def test_a_users_entries_in_auto_map_are_kept(tmp_path):
+    """A user's class for one Auto class stands beside llamoe's classes for others."""
     config = dense_config()
     config.auto_map = {
         "AutoModelForMaskedLM": "modeling_mine.Mine",
@@ -102,7 +102,7 @@ def test_entries_of_others_stay(tmp_path):
 
 
 def test_a_folder_without_a_configuration_is_refused(tmp_path):
-    """transformers goes on with the default configuration, which is that of another model."""
+    """transformers would take the default configuration, which is that of another model."""
     (tmp_path / "llama-2-7b").mkdir()
     (tmp_path / "llama-2-7b" / "params.json").write_text('{"dim": 64}')
     for config_class in (llamoe.LlamoeDenseConfig, llamoe.LlamoeTextConfig, llamoe.LlamoeConfig):

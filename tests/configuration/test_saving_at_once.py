@@ -1,4 +1,4 @@
-"""Several processes or threads may save into one folder: config.json is whole at any moment."""
+"""Test that config.json is whole at any moment, although several threads save into its folder at once."""
 
 import errno
 import json
@@ -14,7 +14,7 @@ MODULE = "llamoe_hub.py"
 
 
 @pytest.mark.parametrize("layouts", [("llamoe",), ("llamoe", "stock")])
-def test_many_save_and_every_reader_finds_a_whole_file(layouts, tmp_path):
+def test_every_reader_finds_a_whole_file(layouts, tmp_path):
     configs = {layout: dense_config() for layout in layouts}
     contents = []
     for layout, config in configs.items():
@@ -29,12 +29,12 @@ def test_many_save_and_every_reader_finds_a_whole_file(layouts, tmp_path):
             assert (tmp_path / "shared" / "config.json").read_text() in contents
 
     with ThreadPoolExecutor(8) as threads:
-        for done in [threads.submit(save, number) for number in range(8)]:
-            done.result()
+        for future in [threads.submit(save, number) for number in range(8)]:
+            future.result()
     assert {path.name for path in (tmp_path / "shared").iterdir()} <= {"config.json", MODULE}
 
 
-def test_a_disk_that_fails_leaves_the_old_file_and_no_other(tmp_path, monkeypatch):
+def test_a_full_disk_leaves_the_old_files(tmp_path, monkeypatch):
     config = dense_config()
     config.save_pretrained(tmp_path)
     before = {path.name: path.read_text() for path in tmp_path.iterdir()}

@@ -1,4 +1,4 @@
-"""Stock configurations in every way that they can come in, and back out."""
+"""Test reading transformers' configurations in every form, and writing them again; "stock" means transformers' own."""
 
 import copy
 import dataclasses
@@ -57,10 +57,10 @@ kinds = pytest.mark.parametrize("kind", STOCK)
 
 @pytest.fixture
 def warnings(caplog):
-    """Log records of transformers and of this package."""
+    """Return the warnings that transformers and llamoe log."""
     logger = logging.getLogger("transformers")
     logger.addHandler(caplog.handler)
-    # A command that ran before in this process may have silenced it.
+    # A command that ran before in this process may have turned off transformers' warnings.
     caplog.set_level(logging.WARNING, logger="transformers")
     caplog.set_level(logging.WARNING)
     yield caplog
@@ -79,7 +79,7 @@ def test_every_stock_field_has_the_stock_default(stock, ours):
 
 
 @kinds
-def test_every_way_in_gives_the_same(kind, tmp_path, warnings):
+def test_all_ways_of_reading_give_the_same(kind, tmp_path, warnings):
     stock, ours = STOCK[kind](), OURS[kind]
     stock.save_pretrained(tmp_path)
     content = json.loads((tmp_path / "config.json").read_text())
@@ -104,7 +104,7 @@ def test_every_way_in_gives_the_same(kind, tmp_path, warnings):
 
 
 @kinds
-def test_there_and_back(kind, tmp_path):
+def test_a_configuration_is_written_as_it_was_read(kind, tmp_path):
     stock = STOCK[kind]()
     written = to_stock(from_stock(stock))
     (tmp_path / "config.json").write_text(json.dumps(written))
@@ -113,7 +113,7 @@ def test_there_and_back(kind, tmp_path):
     assert type(stock).from_pretrained(tmp_path).to_dict() == stock.to_dict()
 
 
-def test_equality_sees_every_field():
+def test_equality_compares_nested_fields():
     config = from_stock(STOCK["llama4"]())
     other = copy.deepcopy(config)
     other.text_config.router_z_loss_coef = 0.5
@@ -178,28 +178,30 @@ def test_unknown_attributes_are_kept():
         (LlamoeTextConfig, "num_expert", "num_experts", "from_pretrained"),
     ],
 )
-def test_a_misspelt_field_is_named_once(config_class, name, field, way, warnings, tmp_path):
-    # What was said once stays said in a process.
+def test_a_misspelt_field_is_reported_once(config_class, name, field, way, warnings, tmp_path):
+    # Forget which warnings earlier tests have logged.
     logging.Logger.warning_once.cache_clear()
-    given = {name: 3}
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": config_class.model_type} | given))
+    fields = {name: 3}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": config_class.model_type} | fields))
     make = {
-        "call": lambda: config_class(**given),
-        "from_dict": lambda: config_class.from_dict(given),
-        "override": lambda: config_class.from_dict({}, **given),
+        "call": lambda: config_class(**fields),
+        "from_dict": lambda: config_class.from_dict(fields),
+        "override": lambda: config_class.from_dict({}, **fields),
         "from_pretrained": lambda: config_class.from_pretrained(tmp_path),
-        "part": lambda: LlamoeConfig(**{config_class.base_config_key: given}),
+        "part": lambda: LlamoeConfig(**{config_class.base_config_key: fields}),
     }[way]
     make()
     make()
     (record,) = warnings.records
-    says = f"{config_class.__name__} has no field {name!r}, which changes nothing. Did you mean {field!r}?"
+    says = (
+        f"{config_class.__name__} has no field {name!r}, so its value has no effect. Did you mean {field!r}?"
+    )
     assert record.getMessage() == says
 
 
 @kinds
-def test_keys_of_stock_are_no_misspelt_fields(kind, warnings):
-    """Also where stock wrote more: releases of transformers 4 wrote what generation needs into config.json."""
+def test_fields_of_stock_are_not_reported_as_misspelt(kind, warnings):
+    """Neither are generation settings, which transformers 4 wrote into config.json."""
     logging.Logger.warning_once.cache_clear()
     former = ("pruned_heads", "tie_encoder_decoder", "sep_token_id", "torchscript", "rope_theta")
     generation = GenerationConfig().to_dict()
@@ -222,7 +224,7 @@ def test_nested_stock_objects():
     assert LlamoeConfig(text_config=own).text_config is own
 
 
-def test_backends_are_carried_over():
+def test_the_attention_backend_is_kept():
     stock = STOCK["llama"]()
     stock._attn_implementation = "eager"
     assert from_stock(stock)._attn_implementation == "eager"
@@ -240,7 +242,7 @@ def test_backends_are_carried_over():
         (LlamoeConfig, 4, "valid: 'llamoe' or 'llama4'$"),
     ],
 )
-def test_foreign_model_types(config_class, model_type, match, tmp_path):
+def test_model_types_of_other_classes_are_refused(config_class, model_type, match, tmp_path):
     content = {"model_type": model_type, "hidden_size": 64}
     (tmp_path / "config.json").write_text(json.dumps(content))
     match = rf"^{config_class.__name__}\.model_type = {model_type!r}: .*{match}"
@@ -249,18 +251,18 @@ def test_foreign_model_types(config_class, model_type, match, tmp_path):
             make()
 
 
-def test_foreign_parts():
+def test_parts_of_other_model_types_are_refused():
     with pytest.raises(ValueError, match=r"LlamoeTextConfig\.model_type = 'llama': "):
         LlamoeConfig(text_config=LlamaConfig())
     with pytest.raises(ValueError, match=r"LlamoeTextConfig\.model_type = 'llava': "):
         LlamoeTextConfig.from_dict({"model_type": "llava", "text_config": {"model_type": "llama4_text"}})
-    with pytest.raises(ValueError, match="model_type 'qwen2'"):
+    with pytest.raises(ValueError, match="model_type = 'qwen2': llamoe has no such model"):
         from_stock({"model_type": "qwen2"})
-    with pytest.raises(ValueError, match="without a model_type"):
+    with pytest.raises(ValueError, match="model_type = None: llamoe has no such model"):
         from_stock({"hidden_size": 64})
 
 
-def test_the_model_type_stays():
+def test_the_model_type_cannot_be_changed():
     config = LlamoeTextConfig()
     config.model_type = "llama4_text"
     assert config.model_type == config.to_dict()["model_type"] == "llamoe_text"
@@ -284,7 +286,7 @@ def test_layers_with_fields_of_their_own_are_refused():
     ],
 )
 @pytest.mark.parametrize("nested", [False, True])
-def test_fields_that_stock_ignores_are_pinned(field, value, computed, nested, warnings):
+def test_fields_that_stock_ignores_get_its_default(field, value, computed, nested, warnings):
     logging.Logger.warning_once.cache_clear()
     content = VISION | {field: value}
     if nested:
@@ -313,14 +315,14 @@ UNSTOCK = [
 
 
 @pytest.mark.parametrize(("config_class", "fields", "unknown"), UNSTOCK)
-def test_what_stock_cannot_express_is_refused(config_class, fields, unknown):
+def test_fields_that_stock_cannot_compute_with_are_refused(config_class, fields, unknown):
     for name, value in unknown.items():
         config = config_class(**fields | {name: value})
         with pytest.raises(ValueError, match=rf"^{config_class.__name__}\.{name} = .*valid: "):
             to_stock(config)
 
 
-def test_a_part_that_stock_cannot_express_is_refused():
+def test_a_part_that_stock_cannot_compute_is_refused():
     config = LlamoeConfig(text_config={"mlp_bias": True}, vision_config=VISION)
     with pytest.raises(ValueError, match=r"^LlamoeTextConfig\.mlp_bias = True"):
         to_stock(config)
@@ -333,7 +335,7 @@ def test_training_fields_are_left_out():
     assert to_stock(config) == to_stock(LlamoeTextConfig())
 
 
-def test_overrides_are_applied_before_deriving(tmp_path):
+def test_overrides_are_applied_before_fields_that_depend_on_them(tmp_path):
     STOCK["llama4_text"]().save_pretrained(tmp_path)
     config = LlamoeTextConfig.from_pretrained(tmp_path, num_hidden_layers=3)
     assert (config.no_rope_layers, config.moe_layers, len(config.layer_types)) == ([1, 1, 1], [1], 3)
@@ -352,7 +354,7 @@ def test_overrides_are_applied_before_deriving(tmp_path):
         LlamoeTextConfig.from_pretrained(tmp_path, num_key_value_heads=4)
 
 
-def test_tied_embeddings_are_said_twice_as_in_stock():
+def test_the_text_part_decides_whether_embeddings_are_tied():
     whole = Llama4Config(text_config=TEXT | {"tie_word_embeddings": True}, vision_config=VISION)
     config = from_stock(whole)
     assert not config.tie_word_embeddings
@@ -360,8 +362,8 @@ def test_tied_embeddings_are_said_twice_as_in_stock():
 
 
 @pytest.mark.parametrize(("high", "warned"), [(1.0, False), (4.0, False), (0.5, True)])
-def test_equal_factors_are_published_and_no_mistake(high, warned, warnings):
-    """Scout has 1.0 twice: no frequency lies between those that are scaled and the others."""
+def test_equal_frequency_factors_raise_no_warning(high, warned, warnings):
+    """Scout has 1.0 for both: no frequency lies between the scaled ones and the others."""
     published = preset("llama-4-scout").text_config.rope_parameters
     assert published["high_freq_factor"] == published["low_freq_factor"] == 1.0
     LlamoeTextConfig(rope_parameters=published | {"high_freq_factor": high})

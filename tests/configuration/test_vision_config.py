@@ -1,4 +1,4 @@
-"""The tower's configuration: derived sizes, and what is refused."""
+"""Test the tower's configuration: sizes that follow from others, and errors."""
 
 import re
 
@@ -15,7 +15,7 @@ SMALL = {
 }
 
 
-# What is given, and what follows.
+# Fields, and the sizes that follow from them.
 DERIVED = [
     ({}, dict(grid_size=4, num_patches=16, head_dim=8, shuffle_size=2, adapter_input_dim=128, tokens_per_tile=4)),
     # The published tile.
@@ -36,17 +36,15 @@ def test_derived_sizes(given, expected):
 
 
 BAD = [
-    ("image_size", 70, "its grid of 5 by 5 patches .* 2 by 2; valid: a multiple of 28"),
+    ("image_size", 70, "merges 2 by 2 patches, and the picture has 5 by 5; valid: a multiple of 28"),
     ("image_size", 57, "multiple of patch_size = 14; valid: a multiple of 14"),
     ("image_size", [56, 28], "must be square; valid: an integer"),
     *((name, 0, "out of range; valid: at least 1 and at most ") for name in
       ("image_size", "patch_size", "num_attention_heads", "projection_dim", "projector_output_dim")),
     ("hidden_size", 30, "multiple of num_attention_heads = 4; valid: a multiple of 4"),
     *(("pixel_shuffle_ratio", ratio, "one over an integer; valid: 1.0, 0.5, 0.25") for ratio in (0.4, 0.0, 2.0)),
-    ("vision_feature_layer", 3, "num_hidden_layers .*; valid: -3 to 2"),
-    ("vision_feature_layer", -4, "num_hidden_layers .*; valid: -3 to 2"),
     ("vision_feature_select_strategy", "cls", "no such choice; valid: 'default' or 'full'"),
-    ("vision_feature_select_strategy", "full", "pixel shuffle .*; valid: 'default', or use_adapter = False"),
+    ("vision_feature_select_strategy", "full", "class token; valid: 'default', or use_adapter = False"),
     ("projector_dropout", 1.5, "out of range"),
     ("attention_dropout", -0.5, "out of range; valid: at least 0 and below 1"),
     ("norm_eps", -1.0, "out of range; valid: at least 0 and at most "),
@@ -57,7 +55,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("field", "value", "match"), BAD)
-def test_refuses(field, value, match):
+def test_wrong_fields_are_refused(field, value, match):
     start = "^" + re.escape(f"LlamoeVisionConfig.{field} = {value!r}: ")
     given = (
         {"rope_parameters": {"rope_type": value, "factor": 2.0}}
@@ -90,7 +88,7 @@ def test_multimodal_parts_that_do_not_fit(field, value, valid):
         ValueError, match=rf"^LlamoeConfig\.vision_config\.{field} = {value}: .*valid: {valid}"
     ):
         config.check_multimodal()
-    # The class defaults construct, but do not fit, as in stock.
+    # A configuration with the class defaults can be constructed, but its parts do not fit, as in transformers.
     with pytest.raises(ValueError, match="vision_output_dim = 7680"):
         LlamoeConfig().check_multimodal()
 

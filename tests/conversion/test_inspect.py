@@ -139,7 +139,7 @@ def test_a_plan_of_weights_that_others_packed_is_that_of_the_library(kind, tmp_p
 
 
 def test_a_plan_of_a_preset_says_where_its_experts_are():
-    machine = dict(gpus=1, gpu_memory="14.5GB", ram="64GB", quantization="int4:64", context=1024)
+    machine = dict(gpus=1, gpu_memory="16GB", ram="64GB", quantization="int4:64", context=1024)
     found = inspect("llama-4-scout", plan=True, **machine)
     rows = dict(found.sections())["plan"]
     assert any("routed experts are in RAM" in text for _, text in rows)

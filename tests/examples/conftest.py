@@ -1,4 +1,4 @@
-"""The example scripts as modules: they import their neighbours by plain names, as they do when they are run."""
+"""Put the examples' folders on the path, as the scripts import each other by plain names."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Curation keeps pairs with the probabilities that MetaCLIP's paper writes out."""
+"""Test that curation keeps pairs with the probabilities of MetaCLIP's paper."""
 
 import json
 import math
@@ -29,7 +29,7 @@ def curate_pairs():
 )
 def test_entries_are_matched_between_spaces(caption, matched, curate_pairs):
     assert curate_pairs.Matcher(ENTRIES)(caption) == matched
-    # The published code: a substring of the caption with its signs between spaces.
+    # MetaCLIP's published code puts spaces around signs, and searches for substrings.
     text = f" {caption} "
     for sign in ",.;:?!`":
         text = text.replace(sign, f" {sign} ")
@@ -38,7 +38,7 @@ def test_entries_are_matched_between_spaces(caption, matched, curate_pairs):
 
 
 def test_drawn_pairs_are_kept_as_often_as_written_out(tmp_path, curate_pairs):
-    """Popular entries are cut to t captions on average; a pair has the chances of all its entries."""
+    """Popular entries keep t captions on average, and a pair is kept if any of its entries keeps it."""
     rng, t, seeds = random.Random(5), 30, 60
     captions = rng.choices(["cat", "dog", "cat dog", "photo", "nothing"], [50, 40, 20, 2, 10], k=800)
     counts = {word: sum(word in caption.split() for caption in captions) for word in ("cat", "dog", "photo")}
@@ -51,8 +51,8 @@ def test_drawn_pairs_are_kept_as_often_as_written_out(tmp_path, curate_pairs):
         curate_pairs.main([*words, "--t", str(t), "--seed", str(seed)])
         kept += [json.loads(line)["caption"] for line in (tmp_path / "curated").read_text().splitlines()]
     for caption in set(captions):
-        found = [chance[word] for word in caption.split() if word in chance]
-        expected = 1 - math.prod(1 - each for each in found) if found else 0.0
+        chances = [chance[word] for word in caption.split() if word in chance]
+        expected = 1 - math.prod(1 - share for share in chances)
         draws = seeds * captions.count(caption)
-        # Five standard deviations of a binomial distribution.
+        # Allow five standard deviations of a binomial distribution.
         assert abs(kept.count(caption) / draws - expected) <= 5 * math.sqrt(expected * (1 - expected) / draws)

@@ -1,4 +1,4 @@
-"""The examples that teach a model: LoRA on a folder of answers, and a decoder that learns to see."""
+"""Test the examples that train: LoRA on a folder of answers, and a decoder with a new vision tower."""
 
 import importlib.util
 import json
@@ -39,7 +39,10 @@ SHORT = dict(num_train_epochs=2, per_device_train_batch_size=6)
 
 
 def edited(script: str, kill: int | None = None, place: str = "", **constants) -> str:
-    """A program: an example with other constants at its top, killed after a step in a folder named like `place`."""
+    """Return a program that runs an example with other constants at its top.
+
+    With `kill` it is killed after this step of the training whose output folder has `place` in its name.
+    """
     training = SHORT | constants.pop("TRAINING", {})
     constants = {name: value if isinstance(value, int) else str(value) for name, value in constants.items()}
     given = dict(script=script, kill=kill, place=place, constants=constants, training=training)
@@ -47,7 +50,7 @@ def edited(script: str, kill: int | None = None, place: str = "", **constants) -
 
 
 def write_data(folder: Path, count: int = 40) -> Path:
-    """Pictures of one colour, and a question that the small model was never asked, with one answer to all."""
+    """Write pictures of one colour, and questions that the small model was not trained on, with one answer to all."""
     folder.mkdir()
     rng, lines = random.Random(0), []
     for number in range(count):
@@ -58,13 +61,14 @@ def write_data(folder: Path, count: int = 40) -> Path:
         Image.new("RGB", size, colour).save(folder / f"{number}.png")
         question = rng.choice(["Who are you?", "And you are?", "Your name?"])
         lines.append({"image": f"{number}.png", "question": question, "answer": "i am red.", "kind": "name"})
-    # Without a picture.
+    # One question has no picture.
     lines[3] = {"question": "Are you a star?", "answer": "no.", "kind": "star"}
     (folder / "data.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     return folder
 
 
 def run(script, **constants):
+    """Run an example with other constants in a new process."""
     return programs.run(["-c", edited(script, **constants)])
 
 
@@ -106,7 +110,7 @@ def test_only_answers_carry_a_loss(tmp_path):
     ]
     end = processor.tokenizer.eos_token
     assert answers == [f"{learnt[0]['answer']}{end}", f"no.{end}"]
-    # The prompt is the one that the processor itself writes.
+    # The prompt equals the processor's own.
     content = [
         {"type": "image", "image": Image.open(data / "0.png")},
         {"type": "text", "text": learnt[0]["question"]},
@@ -128,7 +132,7 @@ def test_a_killed_training_goes_on_to_the_same_adapter(tmp_path):
     whole = run("finetune_lora", OUT=tmp_path / "whole", **given)
     assert whole.returncode == 0, whole.stderr
     assert run("finetune_lora", OUT=tmp_path / "parts", kill=11, **given).returncode == -9
-    # What a kill within the next checkpoint would have left.
+    # A kill while the next checkpoint is written leaves such a folder.
     (tmp_path / "parts/checkpoints/checkpoint-12").mkdir()
     again = run("finetune_lora", OUT=tmp_path / "parts", **given)
     assert again.returncode == 0, again.stderr
@@ -138,12 +142,12 @@ def test_a_killed_training_goes_on_to_the_same_adapter(tmp_path):
 
 @pytest.mark.parametrize("kind", ["ddp", "zero3"])
 def test_two_processes_learn_what_one_does(kind, tmp_path):
-    """On the CPU, each with half of a batch; under ZeRO-3 each with half of every weight."""
+    """Each process has half of a batch and, under ZeRO-3, half of every weight; both run on the CPU."""
     if kind == "zero3" and importlib.util.find_spec("deepspeed") is None:
         pytest.skip("DeepSpeed is not installed")
     data = write_data(tmp_path / "data")
     assert run("finetune_lora", DATA=data, OUT=tmp_path / "one").returncode == 0
-    # accelerate starts processes on the CPU by MPI alone, unless a file asks for DeepSpeed.
+    # accelerate starts processes on the CPU only by MPI, or with a file that asks for DeepSpeed.
     launch = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     if kind == "zero3":
         text = (EXAMPLES / "accelerate/8gpu_zero3.yaml").read_text()
@@ -161,13 +165,13 @@ def test_two_processes_learn_what_one_does(kind, tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     one, two = (adapter_of(tmp_path / name) for name in ("one", "two"))
     assert one.keys() == two.keys()
-    # Sums in another order, which Adam makes larger where gradients are small.
+    # Another order of sums changes gradients, and Adam enlarges the change of small ones.
     distance = sum((one[key] - two[key]).square().sum() for key in one).sqrt()
-    assert distance < 1e-2 * sum(each.square().sum() for each in one.values()).sqrt()
+    assert distance < 1e-2 * sum(factor.square().sum() for factor in one.values()).sqrt()
 
 
 def test_decoder_learns_to_see_in_two_stages(tmp_path):
-    """Killed in its second stage it goes on to the same weights; the first changes nothing of the decoder."""
+    """A run that was killed in its second stage ends with the same weights; the first stage keeps the decoder."""
     assemble(TINY, TINY, tmp_path / "joined", max_tiles=1)
     given = dict(MODEL=tmp_path / "joined", DATA=write_data(tmp_path / "data"))
     given["TRAINING"] = dict(num_train_epochs=1, save_steps=2)
@@ -190,7 +194,7 @@ def test_decoder_learns_to_see_in_two_stages(tmp_path):
 
 
 def test_lessons_are_folders_of_questions(tmp_path):
-    """The same each time; in the lesson every second question or so is a new one, about two shapes."""
+    """The same seed writes the same lesson, in which about half of the questions are of the new kind."""
     import lessons
     import question_folder
 

@@ -1,4 +1,4 @@
-"""The notebook runs from its first cell to its last, and says what it was saved with."""
+"""Test that the notebook runs from its first cell to its last, and prints what it was saved with."""
 
 import nbclient
 import nbformat
@@ -9,7 +9,7 @@ pytestmark = pytest.mark.slow
 
 
 def said(notebook):
-    """What its cells print and end with, without pictures and sizes that machines may differ in."""
+    """Return the printed lines of a notebook without losses, which differ between machines, and its cells' results."""
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     printed = "".join(output.text for output in outputs if output.get("name") == "stdout")
     last = [output.data["text/plain"] for output in outputs if "data" in output]

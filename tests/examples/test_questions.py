@@ -1,4 +1,4 @@
-"""The pictures and questions that a small model is trained and examined on."""
+"""Test the pictures and questions on which the small model is trained and measured."""
 
 import math
 import random
@@ -10,7 +10,7 @@ ORDER = {"on the left": 0, "at the top": 0, "in the middle": 1, "on the right": 
 
 
 def scene(*names, places):
-    """Shapes fifty pixels apart."""
+    """Return a scene of shapes at these places, fifty pixels apart."""
     import shapes
 
     items = [
@@ -21,15 +21,15 @@ def scene(*names, places):
 
 
 def answers(given, kind):
-    """All answers to questions of a kind, by the question without its last sign."""
+    """Return the answer to each question of a kind, by the question without its last sign."""
     import questions
 
     asked = [questions.ask(random.Random(seed), given, (kind,)) for seed in range(1500)]
     assert {kind for _, _, kind in asked} == {kind}
-    found = {}
+    answers = {}
     for question, answer, _ in asked:
-        assert found.setdefault(question.rstrip("?."), answer) == answer
-    return found
+        assert answers.setdefault(question.rstrip("?."), answer) == answer
+    return answers
 
 
 def test_answers_about_three_shapes():
@@ -64,7 +64,7 @@ def test_a_shape_alone_has_no_place():
     given = scene("orange star", places=("in the middle",))
     assert set(answers(given, "caption").values()) == {"an orange star."}
     assert set(answers(given, "count").values()) == {"there is one shape."}
-    # Only of a shape that is not there.
+    # The only questions about places are about shapes that are not there.
     assert all("do not see" in answer for answer in answers(given, "where").values())
     asked = {questions.ask(random.Random(seed), given)[2] for seed in range(200)}
     assert "which" not in asked and "colour" in asked
@@ -89,7 +89,7 @@ def test_scenes_are_what_their_items_say(count):
         for index, item in enumerate(drawn.items):
             assert item.radius <= item.x <= width - item.radius
             assert item.radius <= item.y <= height - item.radius
-            # The middle has the colour's shade.
+            # The middle of a shape has a shade of its colour.
             shade = drawn.picture.getpixel((int(item.x), int(item.y)))
             first, last = shapes.COLOURS[item.colour]
             assert math.dist(first, shade) + math.dist(shade, last) < math.dist(first, last) + 2
@@ -106,7 +106,7 @@ def test_scenes_are_what_their_items_say(count):
 
 
 def test_every_shape_looks_like_itself():
-    """As much of its circle as its area has: all, two thirds, two fifths, and two fifths in ten corners."""
+    """Each shape covers its share of the area of its circumscribed circle."""
     import shapes
 
     areas = {"circle": 1.0, "square": 2 / math.pi, "triangle": 1.3 / math.pi, "star": 1.32 / math.pi}

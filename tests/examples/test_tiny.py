@@ -1,4 +1,4 @@
-"""The demo checkpoint in `examples/llamoe-tiny` sees what it says, and the example scripts do as they promise."""
+"""Test the small model in `examples/llamoe-tiny`: its folder, its answers about pictures, its demo and its training."""
 
 import hashlib
 import random
@@ -28,7 +28,7 @@ CSS = {
 
 @pytest.fixture(scope="module")
 def tiny():
-    """The committed model and its processor, through the Auto classes, as saved (bfloat16)."""
+    """Load the committed model in its dtype, bfloat16, and its processor, with the Auto classes."""
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
     import llamoe
@@ -39,7 +39,7 @@ def tiny():
 
 
 def draw(shape: str, colour: str, box: tuple[int, int, int, int], picture: Image.Image) -> None:
-    """Plain PIL, nothing shared with the code that drew the training pictures."""
+    """Draw a shape with PIL, and without the code that draws training pictures."""
     left, top, right, bottom = box
     pen = ImageDraw.Draw(picture)
     if shape == "circle":
@@ -51,7 +51,7 @@ def draw(shape: str, colour: str, box: tuple[int, int, int, int], picture: Image
 
 
 def test_the_folder_is_small_and_complete():
-    """Under 8 MB, weights in bfloat16, and every file that the Auto classes read."""
+    """The folder has under 8 MB, weights in bfloat16, and every file that the Auto classes read."""
     from safetensors import safe_open
 
     files = {path.name: path.stat().st_size for path in FOLDER.iterdir()}
@@ -63,7 +63,7 @@ def test_the_folder_is_small_and_complete():
 
 
 def test_its_template_is_the_one_that_its_generator_writes(tiny):
-    """It refuses tools, calls of tools and films, and writes the rest as Llama 4's does."""
+    """The template refuses tools, tool calls and videos, and writes all other chats as Llama 4's template does."""
     template = tiny[1].chat_template
     assert template == llama_4(images=True, calls=False)
     turn = {"role": "user", "content": "hello"}
@@ -84,7 +84,7 @@ def test_its_template_is_the_one_that_its_generator_writes(tiny):
 
 
 def test_it_is_a_mixture_of_the_llama_4_kind(tiny):
-    """Dense and mixture layers in turn, a layer without rotary positions, a tower, Llama 4's stop tokens."""
+    """The model has dense and mixture layers, layers with and without rotary embedding, and Llama 4's stop tokens."""
     model, processor = tiny
     text = model.config.text_config
     assert text.num_local_experts > 1 and 0 < len(text.moe_layers) < text.num_hidden_layers
@@ -99,12 +99,12 @@ def test_it_is_a_mixture_of_the_llama_4_kind(tiny):
 
 @pytest.mark.slow
 def test_it_answers_about_pictures_it_has_not_seen(tiny):
-    """Exact answers on fresh scenes; with the pictures given to other questions they fall apart."""
+    """Most answers about new pictures are exact; with the pictures of other questions most are wrong."""
     import examine
 
     examples = examine.draw_examples(280, seed="test")
     assert examine.accuracy(*tiny, examples)["all"] >= 0.93
-    # Small numbers, yes and no can be guessed.
+    # Leave out kinds of questions whose answers can be guessed: small numbers, yes and no.
     examples = [example for example in examples if example[3] in ("caption", "colour", "shape", "which")]
     pictures = [example[0] for example in examples[1:] + examples[:1]]
     swapped = [(picture, *example[1:]) for picture, example in zip(pictures, examples, strict=True)]
@@ -113,7 +113,7 @@ def test_it_answers_about_pictures_it_has_not_seen(tiny):
 
 @torch.no_grad()
 def test_no_part_of_a_mixture_is_idle(tiny):
-    """Every expert of every mixture layer gets a part of the prompts' tokens that is worth its weights."""
+    """Every expert of every mixture layer computes between 5 and 50 % of the prompts' tokens."""
     import train
 
     model, processor = tiny
@@ -133,7 +133,7 @@ def test_no_part_of_a_mixture_is_idle(tiny):
 
 
 def test_it_answers_about_pictures_drawn_by_other_code(tiny):
-    """Pure CSS colours on white, on canvases of several sizes, drawn without `shapes.py`."""
+    """The model knows pure CSS colours on white, in several sizes, drawn without `shapes.py`."""
     import examine
 
     rng = random.Random("plain")
@@ -162,7 +162,7 @@ def test_it_answers_about_pictures_drawn_by_other_code(tiny):
 
 
 def test_it_tells_left_from_right(tiny):
-    """The same two shapes, swapped, swap the caption."""
+    """If two shapes change places, so do their names in the caption."""
     import examine
 
     captions = []
@@ -190,7 +190,7 @@ def test_upper_case_changes_nothing(tiny):
 
 
 def test_only_answers_of_a_chat_are_learnt(tiny):
-    """Every answer with its end token, in chats with a picture and without."""
+    """In chats with and without a picture, the labels are the answers with their end tokens."""
     import train
 
     scene = train.draw_scenes(random.Random(0), 1)[0]
@@ -206,7 +206,7 @@ def test_only_answers_of_a_chat_are_learnt(tiny):
 
 
 def test_parts_of_a_picture_are_named():
-    """A red circle in the upper left of a wide picture, which is the upper half of what the tower sees."""
+    """A red circle in the upper left of a wide picture is named in the first of the 16 parts alone."""
     import shapes
     import train
 
@@ -217,7 +217,7 @@ def test_parts_of_a_picture_are_named():
         for names, word in zip(train.NAMES, ("red", "circle", "on the left"), strict=True)
     ]
     assert labels[0] == here
-    # Other parts are hidden by no more than the circle's edge.
+    # The circle reaches other parts only with its edge.
     assert [number for number, label in enumerate(labels) if any(label)] == [0]
 
 
@@ -238,7 +238,7 @@ def test_training_runs_from_nothing(tmp_path, monkeypatch, capsys):
 
 
 def test_the_model_is_what_its_log_says():
-    """The log's last line names the weights."""
+    """The last line of the log has the hash of the committed weights."""
     log = (FOLDER / "training.log").read_text()
     digest = hashlib.sha256((FOLDER / "model.safetensors").read_bytes()).hexdigest()
     assert log.endswith(f"\nsha256 of model.safetensors: {digest}\n")

@@ -92,26 +92,6 @@ def layer_kinds(config: Mapping[str, Any], idx: int) -> tuple[bool, str | None, 
     return rotates, "chunk" if chunked and config["attention_chunk_size"] else None, is_moe
 
 
-def frequencies(
-    config: Mapping[str, Any], reach: int | None, stock_config: Any
-) -> tuple[torch.Tensor, float]:
-    """Return the frequencies of the rotary embedding, `[d / 2]`, and the factor of cosine and sine.
-
-    Args:
-        config: stock's fields.
-        reach: length of the forward, on which some types of scaling depend.
-        stock_config: a configuration of transformers with the same fields.
-    """
-    rope, dim = config["rope_parameters"], config["head_dim"]
-    if rope["rope_type"] == "default":
-        return rope["rope_theta"] ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim), 1.0
-    angles, factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](stock_config, "cpu", seq_len=reach)
-    # transformers computes this factor when the model is built, without a length.
-    if rope["rope_type"] == "longrope":
-        factor = ROPE_INIT_FUNCTIONS["longrope"](stock_config, "cpu")[1]
-    return angles.double(), factor
-
-
 def rotate(x: torch.Tensor, angles: torch.Tensor, factor: float, interleaved: bool) -> torch.Tensor:
     """Rotate the pairs of channels of `x` `[n, h, d]` by `angles` `[n, d / 2]`."""
     cos, sin = angles.cos()[:, None] * factor, angles.sin()[:, None] * factor
@@ -127,7 +107,10 @@ def normed(x: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 class Decoder:
-    """A decoder with weights in float64, by name, and a configuration in stock's fields."""
+    """A decoder with weights in float64, by name, and a configuration in stock's fields.
+
+    `stock_config` is a configuration of transformers with the same fields, for scaled rotary embeddings.
+    """
 
     def __init__(self, weights: Mapping[str, torch.Tensor], config: Mapping[str, Any], stock_config: Any):
         self.weights, self.config, self.stock_config = weights, config, stock_config
@@ -156,6 +139,18 @@ class Decoder:
             rows = torch.where(is_padding, rows.detach(), rows)
         return rows
 
+    def frequencies(self, reach: int | None) -> tuple[torch.Tensor, float]:
+        """Return the frequencies of the rotary embedding, `[d / 2]`, and the factor of cosine and sine."""
+        rope, dim = self.config["rope_parameters"], self.config["head_dim"]
+        if rope["rope_type"] == "default":
+            return rope["rope_theta"] ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim), 1.0
+        compute = ROPE_INIT_FUNCTIONS[rope["rope_type"]]
+        angles, factor = compute(self.stock_config, "cpu", seq_len=reach)
+        # transformers computes this factor when the model is built, without a length.
+        if rope["rope_type"] == "longrope":
+            factor = compute(self.stock_config, "cpu")[1]
+        return angles.double(), factor
+
     def __call__(
         self,
         x: torch.Tensor,
@@ -171,7 +166,7 @@ class Decoder:
         Args:
             x: embeddings `[n, H]`.
             positions: `[n]`.
-            reach: as in `frequencies`.
+            reach: length of the forward, on which some types of rotary scaling depend.
             visible: `[n, n]` bool, in place of causal, chunked and windowed attention.
             choices: the tokens' experts `[n, k]` of each mixture layer; None: those with the largest logits.
             blur: called on every result that a model rounds; None: nothing is rounded.
@@ -214,7 +209,7 @@ class Decoder:
             blur(self.linear(f"{name}.{part}_proj", x)).unflatten(-1, (-1, dim)) for part in ("q", "k", "v")
         )
         if rotates:
-            angles, factor = frequencies(config, reach, self.stock_config)
+            angles, factor = self.frequencies(reach)
             # Models of all dtypes compute angles in float32.
             angles = blur(positions[:, None] * angles, 2.0**-22)
             q, k = (blur(rotate(y, angles, factor, self.interleaved)) for y in (q, k))

@@ -20,7 +20,7 @@ KINDS = {"forward": 22, "cached": 18, "training": 14, "generation": 8}
 REFUSALS = [
     r"the KV cache has forgotten tokens that may still be needed",
     r"position_ids of a row with padding behind cached tokens",
-    r"transformers' llama demands a multiple of num_attention_heads",
+    r"transformers' llama needs a multiple of num_attention_heads",
 ]
 FAULTS = ("failed", "judge")
 

@@ -1,4 +1,4 @@
-"""Test the command: its options reach their functions, results are text or JSON, errors set the exit status."""
+"""Test the command: options reach the library's functions, results are text or JSON, errors set the exit status."""
 
 import inspect as signatures
 import json
@@ -23,7 +23,7 @@ from llamoe_command import cli
 
 MACHINE = ("gpus", "gpu_memory", "ram", "bits", "quantization", "prefill", "headroom")
 COMMANDS = ("convert", "vision", "upcycle", "gqa", "assemble", "quantize", "inspect", "verify")
-# Commands that call no function of `llamoe.conversion`, or not only that.
+# Commands that do not only call one function of `llamoe.conversion`.
 OTHERS = ("chat", "doctor")
 DECLARED = {command.callback.__name__: command.callback for command in cli.app.registered_commands}
 
@@ -48,7 +48,7 @@ def run(capsys, *words):
     return status, *capsys.readouterr()
 
 
-def test_convert_does_what_it_says(source, tmp_path, capsys):
+def test_convert_applies_its_options(source, tmp_path, capsys):
     status, out, _ = run(
         capsys, "convert", source, tmp_path / "out", "--dtype", "bfloat16", "--shard-size", "60KB"
     )
@@ -95,7 +95,7 @@ def test_failing_disk_is_status_3(source, tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("words", [["convert", "one"], ["convert", "a", "b", "--to", "gguf"], ["fly"], []])
-def test_wrong_words_are_told_in_json_too(capsys, words):
+def test_wrong_options_are_reported_in_json_too(capsys, words):
     status, out, err = run(capsys, *words, "--json")
     assert status == 2
     assert json.loads(out)["status"] == 2
@@ -112,7 +112,7 @@ def test_interruption_is_one_line_and_status_130(source, tmp_path, capsys, monke
     assert err.startswith("llamoe: interrupted; --resume")
 
 
-def test_verify_tells_by_its_status(source, tmp_path, capsys):
+def test_verify_sets_the_exit_status(source, tmp_path, capsys):
     run(capsys, "convert", source, tmp_path / "same", "--shard-size", "60KB")
     status, out, _ = run(capsys, "verify", source, tmp_path / "same", "--tokens", "8")
     assert status == 0
@@ -143,14 +143,12 @@ def test_verify_tells_by_its_status(source, tmp_path, capsys):
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 20000.0}}, 1),
     ],
 )
-def test_equal_weights_of_other_configurations_are_told_by_the_status(
-    fields, status, source, tmp_path, capsys
-):
+def test_verify_compares_fields_that_change_the_output(fields, status, source, tmp_path, capsys):
     other = shutil.copytree(source, tmp_path / "other")
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps({**config, **fields}))
-    given, out, _ = run(capsys, "verify", source, other, "--no-logits", "--json")
-    assert given == status
+    exit_status, out, _ = run(capsys, "verify", source, other, "--no-logits", "--json")
+    assert exit_status == status
     assert json.loads(out)["verdict"] == {0: "equal", 1: "different"}[status]
 
 
@@ -196,7 +194,7 @@ def test_inspect_prints_sections(source, capsys):
         assert status == 2 and not out and err.count("\n") == 1
 
 
-def test_a_saved_plan_is_the_librarys_and_loads(tmp_path, capsys):
+def test_a_saved_plan_equals_plan_placement_and_loads(tmp_path, capsys):
     model = llamoe.LlamoeForConditionalGeneration.from_pretrained(TINY, dtype="auto")
     machine = {"gpus": 0, "ram": "3MB", "headroom": "100KB"}
     words = [word for name, value in machine.items() for word in (f"--{name}", str(value))]
@@ -222,7 +220,7 @@ def test_a_saved_plan_is_the_librarys_and_loads(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("content", ["{broken", "[1]", '{"unknown": 1}'])
-def test_a_file_that_is_no_plan_is_named(content, tmp_path, capsys):
+def test_a_file_that_is_not_a_plan_is_refused(content, tmp_path, capsys):
     plan = tmp_path / "plan.json"
     plan.write_text(content)
     status, out, err = run(capsys, "chat", TINY, "--plan", str(plan))
@@ -248,7 +246,7 @@ def test_help_breaks_neither_types_nor_examples(name, width):
     assert [line for line in plain if line.count("<") != line.count(">")] == []
 
 
-def test_version_is_told():
+def test_version_is_printed():
     assert CliRunner().invoke(cli.app, ["--version"]).output == f"llamoe {llamoe.__version__}\n"
 
 
@@ -272,7 +270,7 @@ def test_an_unknown_option_is_refused_before_any_work(name, needed, tmp_path):
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_option_of_the_function_is_an_option_of_the_command(name):
-    """Names and defaults are equal, except for options that make no sense in a shell."""
+    """Names and defaults are equal, except for arguments that cannot be given in a shell."""
     function = getattr(conversion, {"vision": "convert_vision", "gqa": "merge_kv_heads"}.get(name, name))
     wanted = dict(signatures.signature(function).parameters)
     if wanted.pop("machine", None) is not None:
@@ -280,14 +278,14 @@ def test_every_option_of_the_function_is_an_option_of_the_command(name):
         wanted |= {option: of_plan[option] for option in MACHINE}
     for other in ("progress", "by_layer", "vision"):
         wanted.pop(other, None)
-    found = signatures.signature(DECLARED[name]).parameters
-    assert wanted.keys() <= found.keys()
-    # The function's default is the command's, or the help names it.
-    differ = {option for option in wanted if found[option].default not in (wanted[option].default, None)}
+    declared = signatures.signature(DECLARED[name]).parameters
+    assert wanted.keys() <= declared.keys()
+    # The command's default is the function's, or None; then the function's default applies.
+    differ = {option for option in wanted if declared[option].default not in (wanted[option].default, None)}
     assert differ == set()
 
 
-def test_help_and_mistakes_wait_for_no_import():
+def test_help_and_errors_in_options_import_no_torch():
     """Importing torch takes seconds, which must not delay help or the message that a folder is missing."""
     cases = [
         (["--help"], 0),
@@ -304,14 +302,14 @@ import contextlib
 import io
 import sys
 from llamoe_command.cli import main
-for given, status in {cases}:
-    with contextlib.redirect_stderr(io.StringIO()) as told:
+for words, status in {cases}:
+    with contextlib.redirect_stderr(io.StringIO()) as errors:
         try:
-            main(given)
+            main(words)
         except SystemExit as end:
-            assert (end.code or 0) == status, (given, end.code)
-    assert not status or told.getvalue().strip(), given
-    assert not {{"torch", "transformers", "llamoe"}} & set(sys.modules), given
+            assert (end.code or 0) == status, (words, end.code)
+    assert not status or errors.getvalue().strip(), words
+    assert not {{"torch", "transformers", "llamoe"}} & set(sys.modules), words
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -319,7 +317,7 @@ for given, status in {cases}:
 
 @pytest.mark.slow
 def test_command_is_installed(source):
-    """It also runs as a module, without an entry point on the path."""
+    """The command also runs as `python -m llamoe`."""
     done = programs.run(["-m", "llamoe", "inspect", source, "--json"])
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["family"]

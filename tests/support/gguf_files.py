@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from .published import STOCK, _config
+from .published import STOCK, stock_config
 
 gguf = pytest.importorskip("gguf")
 
@@ -77,7 +77,7 @@ def write_gguf(
         parts: number of tensors in each part of a split file; 0 for one file.
         change: a function that may change the dictionary of stored tensors, as in `GgufFile.stored`.
     """
-    stock = STOCK[family](_config(family, SIZES | (config or {}))).float().eval()
+    stock = STOCK[family](stock_config(family, SIZES | (config or {}))).float().eval()
     architecture = gguf.MODEL_ARCH.LLAMA4 if family == "llama4" else gguf.MODEL_ARCH.LLAMA
     fields = stock.config
     names = gguf.get_tensor_name_map(architecture, fields.num_hidden_layers)

@@ -1,17 +1,18 @@
 """Open hostile files in a process with limited memory and time, as such files may be made to use up both."""
 
 import faulthandler
-import multiprocessing
 import os
 import re
 import resource
 import signal
-import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 from support import programs
 
 import llamoe
@@ -39,24 +40,19 @@ class Guard:
     """Runs jobs one after the other in one process, and starts another process when that one has ended."""
 
     def __init__(self):
-        self.process = None
+        self.pool = None
 
     def run(self, job: str, limit: float = SECONDS, **arguments) -> Outcome:
         """Run an entry of `JOBS` for at most `limit` seconds; return its outcome.
 
         The test fails if the job ends the process, or blocks signals for three times the limit.
         """
-        if self.process is None:
-            self.jobs, theirs = multiprocessing.Pipe()
-            self.process = programs.call("support.guarded", "answer", theirs)
-            theirs.close()
+        self.pool = self.pool or ProcessPoolExecutor(1, programs.PROCESSES, limit_memory)
         try:
-            self.jobs.send((job, arguments, limit))
-            return self.jobs.recv()
-        except (EOFError, ConnectionError):
-            self.process.join()
-            status, self.process = self.process.exitcode, None
-            pytest.fail(f"{job} {arguments} ended the process (status {status})")
+            return self.pool.submit(run, job, arguments, limit).result()
+        except BrokenProcessPool:
+            self.pool = None
+            pytest.fail(f"{job} {arguments} ended the process")
 
     def refused(self, job: str, says: str, **arguments) -> str:
         """Check that a job raises one of our two errors of files, with a text that matches `says`; return the text."""
@@ -72,9 +68,8 @@ class Guard:
 
     def close(self) -> None:
         """End the process."""
-        if self.process is not None:
-            self.jobs.close()
-            self.process.join(30)
+        if self.pool is not None:
+            self.pool.shutdown()
 
 
 # What follows runs in that process.
@@ -118,15 +113,13 @@ def run(job: str, arguments: dict, seconds: float) -> Outcome:
         faulthandler.cancel_dump_traceback_later()
 
 
-def answer(jobs) -> None:
-    """Receive jobs through a connection, run them and send their outcomes, until the connection is closed."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-    sys.stdout = sys.stderr
+def limit_memory() -> None:
+    """Limit what this process may allocate from now on, and discard its output."""
+    # A forked process has none of its parent's threads.
+    torch.set_num_threads(1)
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    os.dup2(null, 2)
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     limit = used + (MEGABYTES << 20)
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    while True:
-        try:
-            jobs.send(run(*jobs.recv()))
-        except EOFError:
-            return

@@ -34,10 +34,10 @@ def entry(shape, begin, end, dtype="F32"):
 # Texts of JSON files, and the pattern of the error that each must raise.
 JSON = {
     "deep": ('{"a": ' + "[" * 200_000 + "]" * 200_000 + "}", "not a valid JSON file.*recursion"),
-    "twice": ('{"model_type": "llamoe_dense", "a": 1, "b": {"c": 1, "c": 2}}', "'c' stands twice"),
+    "twice": ('{"model_type": "llamoe_dense", "a": 1, "b": {"c": 1, "c": 2}}', "'c' occurs twice"),
     "nan": ('{"model_type": "llamoe_dense", "rms_norm_eps": NaN}', "NaN is not a number"),
     "digits": ('{"hidden_size": ' + "9" * 10_000 + "}", "not a valid JSON file"),
-    "many": ('{"a": [' + "0," * 10**7 + "0]}", "bytes, where at most"),
+    "many": ('{"a": [' + "0," * 10**7 + "0]}", "bytes, but at most"),
     "utf16": ('{"a": 1}'.encode("utf-16"), "not a valid JSON file"),
     "list": ("[1]", "JSON object"),
 }

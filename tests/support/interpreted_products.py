@@ -6,7 +6,7 @@ The matrix of int4 codes is decoded here, by the description of the layout.
 import pytest
 import torch
 
-from llamoe.modeling.formats import Bnb, Int4, Int8, Plain, format, knows_gpu_kernel
+from llamoe.modeling.formats import Bnb, Int4, Int8, Plain, format, has_gpu_kernel
 from llamoe.modeling.kernels import packed_product, packed_rows, packed_rows_triton
 from llamoe.modeling.moe import ExpertsLora, LowRank, products
 from llamoe.modeling.moe.products import plain_stack
@@ -321,6 +321,7 @@ def test_linear_layers(on_a_gpu, launches, monkeypatch):
 
 
 def test_formats_without_a_kernel():
-    assert knows_gpu_kernel(Int4(32), FP32) and knows_gpu_kernel(Plain(BF16), BF16)
+    sizes = 64, 32
     for form, dtype in ((Bnb(BF16, "nf4"), BF16), (Int4(32), torch.float64), (Plain(BF16), FP32)):
-        assert not knows_gpu_kernel(form, dtype)
+        parts = [torch.zeros(shape, dtype=part_dtype) for shape, part_dtype in form.parts(sizes)]
+        assert not has_gpu_kernel(form, parts, sizes, dtype)

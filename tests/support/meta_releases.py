@@ -137,18 +137,21 @@ class _Draw:
 def make_weights(
     params: dict, vocabulary: int, dtype=torch.float32, seed: int = 0
 ) -> dict[str, torch.Tensor]:
-    """Draw whole, unfused weights for the content of a params.json."""
+    """Draw whole, unfused weights for the content of a params.json of Meta's or Mistral AI's."""
     draw = _Draw(dtype, seed)
     dim, heads = params["dim"], params["n_heads"]
-    kv_rows = (params.get("n_kv_heads") or heads) * (dim // heads)
+    head_dim = params.get("head_dim") or dim // heads
+    rows, kv_rows = heads * head_dim, (params.get("n_kv_heads") or heads) * head_dim
+    mixtral = params.get("moe") or params
+    experts_of_mixtral = mixtral.get("num_experts") or mixtral.get("num_local_experts") or 0
     weights = {"tok_embeddings.weight": draw.matrix(vocabulary, dim, fan_in=1)}
     for layer in range(params["n_layers"]):
-        inner = hidden_size(params)
+        inner = params.get("hidden_dim") or hidden_size(params)
         own = {
-            "attention.wq.weight": draw.matrix(dim, dim),
+            "attention.wq.weight": draw.matrix(rows, dim),
             "attention.wk.weight": draw.matrix(kv_rows, dim),
             "attention.wv.weight": draw.matrix(kv_rows, dim),
-            "attention.wo.weight": draw.matrix(dim, dim),
+            "attention.wo.weight": draw.matrix(dim, rows),
             "attention_norm.weight": draw.vector(dim, 1.0),
             "ffn_norm.weight": draw.vector(dim, 1.0),
         }
@@ -158,10 +161,14 @@ def make_weights(
             own["feed_forward.experts.w1"] = draw.matrix(experts, dim, inner, fan_in=dim)
             own["feed_forward.experts.w2"] = draw.matrix(experts, inner, dim, fan_in=inner)
             own["feed_forward.experts.w3"] = draw.matrix(experts, dim, inner, fan_in=dim)
-        branch = "feed_forward.shared_expert" if is_mixture(params, layer) else "feed_forward"
-        own[f"{branch}.w1.weight"] = draw.matrix(inner, dim)
-        own[f"{branch}.w2.weight"] = draw.matrix(dim, inner)
-        own[f"{branch}.w3.weight"] = draw.matrix(inner, dim)
+        branches = ["feed_forward.shared_expert" if is_mixture(params, layer) else "feed_forward"]
+        if experts_of_mixtral:
+            own["feed_forward.gate.weight"] = draw.matrix(experts_of_mixtral, dim)
+            branches = [f"feed_forward.experts.{expert}" for expert in range(experts_of_mixtral)]
+        for branch in branches:
+            own[f"{branch}.w1.weight"] = draw.matrix(inner, dim)
+            own[f"{branch}.w2.weight"] = draw.matrix(dim, inner)
+            own[f"{branch}.w3.weight"] = draw.matrix(inner, dim)
         weights.update({f"layers.{layer}.{name}": value for name, value in own.items()})
     weights["norm.weight"] = draw.vector(dim, 1.0)
     weights["output.weight"] = draw.matrix(vocabulary, dim)

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 from support.meta_reference import decoder_logits
-from support.meta_releases import split
+from support.meta_releases import make_weights, split
 
 # No two sizes are equal, so that a confused axis fails: 6 heads share 2 key/value heads, and 6 * 8 is not 24.
 PARAMS = dict(
@@ -61,37 +61,7 @@ class MistralCase:
 
     def weights(self, dtype=torch.float32) -> dict[str, torch.Tensor]:
         """Draw weights by mistral-inference's names."""
-        generator = torch.Generator().manual_seed(3)
-
-        def draw(*shape, scale=1.0):
-            return (torch.randn(shape, generator=generator) * scale).to(dtype)
-
-        size = self.sizes
-        dim, inner, head = size["dim"], size["hidden_dim"], size["head_dim"]
-        query, key = size["n_heads"] * head, size["n_kv_heads"] * head
-        weights = {
-            "tok_embeddings.weight": draw(size["vocab_size"], dim),
-            "norm.weight": 1 + draw(dim, scale=0.2),
-            "output.weight": draw(size["vocab_size"], dim, scale=dim**-0.5),
-        }
-        for layer in range(size["n_layers"]):
-            own = {
-                "attention.wq": draw(query, dim, scale=0.3),
-                "attention.wk": draw(key, dim, scale=0.3),
-                "attention.wv": draw(key, dim, scale=dim**-0.5),
-                "attention.wo": draw(dim, query, scale=query**-0.5),
-                "attention_norm": 1 + draw(dim, scale=0.2),
-                "ffn_norm": 1 + draw(dim, scale=0.2),
-            }
-            experts = [f"feed_forward.experts.{expert}" for expert in range(self.experts)]
-            for prefix in experts or ["feed_forward"]:
-                own[f"{prefix}.w1"] = draw(inner, dim, scale=dim**-0.5)
-                own[f"{prefix}.w2"] = draw(dim, inner, scale=inner**-0.5)
-                own[f"{prefix}.w3"] = draw(inner, dim, scale=dim**-0.5)
-            if self.experts:
-                own["feed_forward.gate"] = draw(self.experts, dim, scale=0.5)
-            weights |= {f"layers.{layer}.{name}.weight": tensor for name, tensor in own.items()}
-        return weights
+        return make_weights(self.sizes, self.sizes["vocab_size"], dtype, seed=3)
 
     def write(self, folder: Path, weights: dict | None = None) -> Path:
         """Write a folder in the case's layout, with drawn weights by default; return the folder."""

@@ -99,19 +99,14 @@ IMAGE_TOKEN = 99
 TOKENS_PER_TILE = 4
 
 
-def stock_dense_config(**overrides) -> LlamaConfig:
-    """Return a tiny `LlamaConfig`."""
-    return LlamaConfig(**{**DENSE, **overrides})
-
-
-def stock_text_config(**overrides) -> Llama4TextConfig:
-    """Return a tiny `Llama4TextConfig`."""
-    return Llama4TextConfig(**{**TEXT, **overrides})
-
-
-def stock_mixtral_config(**overrides) -> MixtralConfig:
-    """Return a tiny `MixtralConfig`."""
-    return MixtralConfig(**{**MIXTRAL, **overrides})
+# Functions that return tiny configurations, with the fields that they are called with.
+stock_dense_config = partial(LlamaConfig, **DENSE)
+stock_text_config = partial(Llama4TextConfig, **TEXT)
+stock_mixtral_config = partial(MixtralConfig, **MIXTRAL)
+dense_config = partial(llamoe.LlamoeDenseConfig, **DENSE)
+mixtral_config = partial(llamoe.LlamoeMixtralConfig, **MIXTRAL)
+text_config = partial(llamoe.LlamoeTextConfig, **TEXT, num_experts_per_tok=2)
+vision_config = partial(llamoe.LlamoeVisionConfig, **VISION)
 
 
 def stock_multimodal_config(text: dict | None = None, vision: dict | None = None) -> Llama4Config:
@@ -205,10 +200,8 @@ def load_whole(model_class: type[nn.Module], folder, **kwargs) -> nn.Module:
 
 
 def tensors_in(folder) -> dict[str, torch.Tensor]:
-    """The tensors of all safetensors files in a folder, none of which stands in two."""
-    items = [item for path in sorted(folder.glob("*.safetensors")) for item in load_file(path).items()]
-    assert len(dict(items)) == len(items)
-    return dict(items)
+    """Return the tensors of all safetensors files in a folder by name."""
+    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
 
 
 def assert_same_weights(given: dict, expected: dict) -> None:
@@ -243,26 +236,6 @@ def choices(router_logits: torch.Tensor, top_k: int) -> torch.Tensor:
 # and last rows begin with 5 and 17 tokens of padding.
 LENGTH = 53
 PADDING = (5, 0, 17)
-
-
-def dense_config(**text):
-    """Return a tiny `LlamoeDenseConfig`."""
-    return llamoe.LlamoeDenseConfig(**{**DENSE, **text})
-
-
-def mixtral_config(**text):
-    """Return a tiny `LlamoeMixtralConfig`."""
-    return llamoe.LlamoeMixtralConfig(**{**MIXTRAL, **text})
-
-
-def text_config(**text):
-    """Return a tiny `LlamoeTextConfig` with two experts a token."""
-    return llamoe.LlamoeTextConfig(**{**TEXT, "num_experts_per_tok": 2, **text})
-
-
-def vision_config(**fields):
-    """Return a tiny `LlamoeVisionConfig`."""
-    return llamoe.LlamoeVisionConfig(**{**VISION, **fields})
 
 
 def multimodal_config(vision=None, **text):

@@ -170,41 +170,28 @@ def asked_in(trace: llamoe.ExpertTrace) -> list[list[tuple[int, int]]]:
     ]
 
 
-class _Arrived:
-    """Acts as `Entry.arrival` of a matrix that has been read."""
-
-    def done(self) -> bool:
-        return True
-
-    def failed(self) -> bool:
-        return False
-
-
 def simulate(passes: Iterable[Collection[tuple[int, int]]], slots: int) -> list[tuple[int, int]]:
     """Return hits and misses of each forward, by the store's own cache policy but without matrices."""
     cache, counts = MatrixCache(slots), []
+    arrival = SimpleNamespace(done=lambda: True, failed=lambda: False)
     for experts in passes:
         hits = 0
         for expert in experts:
             if cache.get(expert) is not None:
                 hits += 1
             else:
-                cache.put(expert).arrival = _Arrived()
+                cache.put(expert).arrival = arrival
         counts.append((hits, len(experts) - hits))
     return counts
 
 
 def simulate_lru(keys: Iterable[tuple[int, int]], slots: int) -> tuple[int, int]:
     """Return hits and misses of a cache that evicts the least recently used expert, shared by all layers."""
-    held: dict[tuple[int, int], None] = {}
-    hits = misses = 0
+    held, hits, total = [], 0, 0
     for key in keys:
+        total += 1
         if key in held:
-            del held[key]
+            held.remove(key)
             hits += 1
-        else:
-            misses += 1
-            if len(held) == slots:
-                del held[next(iter(held))]
-        held[key] = None
-    return hits, misses
+        held = [*held, key][-slots:]
+    return hits, total - hits

@@ -23,8 +23,8 @@ from transformers.utils import hub
 
 from . import mended_stock  # noqa: F401
 
-_PROCESSES = multiprocessing.get_context("forkserver")
-_PROCESSES.set_forkserver_preload(
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload(
     [
         "torch",
         "transformers",
@@ -50,7 +50,7 @@ def start(arguments, output, errors, cwd=None, env=None):
     """
     arguments = [str(argument) for argument in arguments]
     env = dict(os.environ if env is None else env)
-    process = _PROCESSES.Process(
+    process = PROCESSES.Process(
         target=_execute, args=(arguments, str(output), str(errors), str(cwd or Path.cwd()), env)
     )
     process.start()
@@ -59,7 +59,7 @@ def start(arguments, output, errors, cwd=None, env=None):
 
 def call(module, function, *arguments):
     """Start a process that imports a module and calls one of its functions; return the process."""
-    process = _PROCESSES.Process(target=_call, args=(module, function, arguments))
+    process = PROCESSES.Process(target=_call, args=(module, function, arguments))
     process.start()
     return process
 

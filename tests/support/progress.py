@@ -1,6 +1,11 @@
-"""A progress object for conversions that counts bytes, and calls a function at some share of them."""
+"""A progress object for conversions that counts bytes, and calls a function, raises or kills at some share of them."""
 
+import os
+import signal
 from collections.abc import Callable
+from typing import Any
+
+from support import programs
 
 
 class Progress:
@@ -34,3 +39,14 @@ def stops(error: BaseException, share: float) -> Progress:
         raise error
 
     return Progress(stop, share)
+
+
+def kill_halfway(write: Callable, *args: Any, share: float = 0.6, **options: Any) -> None:
+    """Call a command of `llamoe.conversion` in a new process, killed when this share of its bytes is written."""
+    process = programs.call(__name__, "_write_until_killed", write, args, options, share)
+    process.join(120)
+    assert process.exitcode == -signal.SIGKILL, process.exitcode
+
+
+def _write_until_killed(write: Callable, args: tuple, options: dict, share: float) -> None:
+    write(*args, **options, progress=Progress(lambda: os.kill(os.getpid(), signal.SIGKILL), share))

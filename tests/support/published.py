@@ -127,23 +127,17 @@ def _words(codes, order=range(8)):
     return torch.where(words < 1 << 31, words, words - (1 << 32)).int()
 
 
-def scheme_of(kind, group_size):
-    """Return compressed-tensors' scheme of the weights."""
-    quantization = pytest.importorskip("compressed_tensors.quantization", reason="needs compressed-tensors")
-    [group] = config_of(kind, group_size)["config_groups"].values()
-    return quantization.QuantizationScheme(**group)
-
-
 def _by_compressed_tensors(kind, codes, zero, scale, group_size):
-    scheme = scheme_of(kind, group_size)
-    from compressed_tensors.compressors import PackedQuantizationCompressor
+    compressors = pytest.importorskip("compressed_tensors.compressors", reason="needs compressed-tensors")
+    from compressed_tensors.quantization import QuantizationScheme
 
+    [group] = config_of(kind, group_size)["config_groups"].values()
     tensors = {
         "weight": weight_of(codes, zero, scale, group_size),
         "weight_scale": scale,
         "weight_zero_point": (zero - 8).to(torch.int8),
     }
-    return PackedQuantizationCompressor.compress(tensors, scheme)
+    return compressors.PackedQuantizationCompressor.compress(tensors, QuantizationScheme(**group))
 
 
 _SIZES = SIZES | {"head_dim": 32}
@@ -152,7 +146,7 @@ _SIZES = SIZES | {"head_dim": 32}
 _MIXTURE = dict(intermediate_size=96, num_local_experts=3, num_experts_per_tok=3)
 
 
-def _config(family, changes):
+def stock_config(family, changes):
     if family == "llama":
         return transformers.LlamaConfig(**_SIZES | {"intermediate_size": 320} | changes)
     fields = _SIZES | _MIXTURE | changes
@@ -205,7 +199,7 @@ def publish(path, family, kind, group_size=32, kept=(), packs=(), spelling="stoc
         config: fields of the model's configuration.
         fields: more fields of `quantization_config`.
     """
-    stock = STOCK[family](_config(family, config or {})).float().eval()
+    stock = STOCK[family](stock_config(family, config or {})).float().eval()
     plain, numbers_by_name = {}, {}
     for name, weight in stock.state_dict().items():
         weight.copy_((torch.randn_like(weight) * 0.1 + ("norm" in name)).bfloat16())

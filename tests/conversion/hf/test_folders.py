@@ -12,12 +12,13 @@ from support.models import (
     assert_same_weights,
     draw,
     for_models,
+    stock_dense_config,
     stock_model,
     tensors_in,
 )
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 import llamoe
 from llamoe.configuration.errors import CheckpointError
@@ -26,11 +27,7 @@ from llamoe.conversion import convert
 
 @pytest.fixture
 def dense(tmp_path):
-    config = LlamaConfig(
-        vocab_size=97, hidden_size=48, intermediate_size=88, num_hidden_layers=2, num_attention_heads=6,
-        num_key_value_heads=2, head_dim=8,
-    )  # fmt: skip
-    model = draw(LlamaForCausalLM, config).bfloat16()
+    model = draw(LlamaForCausalLM, stock_dense_config(vocab_size=97, num_hidden_layers=2)).bfloat16()
     model.save_pretrained(tmp_path / "dense")
     return tmp_path / "dense", model
 
@@ -102,11 +99,7 @@ def test_sharded_and_pickled_sources_are_read(dense, tmp_path):
 
 
 def test_tied_head_is_dropped_with_its_reason(tmp_path):
-    config = LlamaConfig(
-        vocab_size=97, hidden_size=48, intermediate_size=88, num_hidden_layers=1, num_attention_heads=6,
-        tie_word_embeddings=True,
-    )  # fmt: skip
-    model = stock_model(LlamaForCausalLM, config)
+    model = stock_model(LlamaForCausalLM, stock_dense_config(tie_word_embeddings=True))
     model.save_pretrained(tmp_path / "model")
     state = tensors_in(tmp_path / "model")
     save_file(

@@ -9,9 +9,8 @@ from dataclasses import replace
 import pytest
 import torch
 from support.conversions import META_LLAMA_2, META_MAVERICK, looks_finished, sums
-from support.killed_conversions import kill_halfway
 from support.models import draw
-from support.progress import Progress, stops
+from support.progress import Progress, kill_halfway, stops
 from support.towers import open_clip_config, open_clip_tower, randomize, visual_state, write_open_clip
 from transformers import AutoModelForCausalLM
 
@@ -52,7 +51,6 @@ def sources(tmp_path_factory):
     case.write(folder / "meta", case.weights(torch.bfloat16), 2)
     convert(folder / "meta", folder / "dense")
     write_open_clip(folder / "tower", visual_state(randomize(open_clip_tower())), open_clip_config())
-    # int8 has inputs in multiples of 16.
     packable = llamoe.LlamoeDenseConfig(
         vocab_size=97, hidden_size=64, intermediate_size=112, num_hidden_layers=2, num_attention_heads=8,
         num_key_value_heads=2, head_dim=16,

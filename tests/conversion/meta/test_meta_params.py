@@ -20,7 +20,7 @@ from llamoe.conversion.io.lazy_tensor import LazyTensor
 from llamoe.conversion.io.name_table import write_through
 from llamoe.conversion.meta.folder import open_meta, save_meta
 from llamoe.conversion.meta.hidden_sizes import expert_size, feed_forward_size
-from llamoe.conversion.meta.name_tables import llama4_table
+from llamoe.conversion.meta.name_tables import llama4_table, llama_table
 from llamoe.conversion.meta.params import needs_own_scaling, note_defaults, read_config, write_params
 
 LLAMAS = [name for name in PRESETS if name.startswith("llama")]
@@ -185,6 +185,23 @@ def test_llama_3_scales_as_its_published_configuration_and_both_ways(name):
         assert params.get("rope_scaling_factor", 8.0) == given and needs_own_scaling(params) == (given != 8.0)
         again = read_config(Params.of(params, "params.json"), 3)
         assert again.rope_parameters == config.rope_parameters
+
+
+@pytest.mark.parametrize("has_head", [True, False])
+def test_the_head_of_llama_32_is_its_embedding_stored_twice_or_once(has_head, tmp_path):
+    """Files of the published size, by which Llama 3.2 is known, have holes for weights."""
+    params = LLAMA_3["3.2-1B"][0] | dict(multiple_of=256, norm_eps=1e-5, rope_theta=5e5, vocab_size=128256)
+    (tmp_path / "params.json").write_text(json.dumps(params | {"use_scaled_rope": True}))
+    config = read_config(Params.of(params, ""), 3)
+    shapes = {key: Shape(key, shape) for key, shape in expected_shapes(config).items()}
+    (tensors,) = write_through(llama_table(0), shapes, 1, config)
+    tensors = {name: torch.empty(tensor.shape, dtype=torch.bfloat16) for name, tensor in tensors.items()}
+    del tensors["output.weight"]
+    tensors |= {"output.weight": tensors["tok_embeddings.weight"]} if has_head else {}
+    with torch.serialization.skip_data():
+        torch.save(tensors, tmp_path / "consolidated.00.pth")
+    config = open_meta(tmp_path).config
+    assert (config.rope_parameters["factor"], config.tie_word_embeddings) == (32.0, True)
 
 
 # An entry without a value, a misspelt one, half of JSON, scalings without their factor or type.

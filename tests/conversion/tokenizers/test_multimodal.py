@@ -3,10 +3,10 @@
 import json
 
 import pytest
+from support.models import dense_config, multimodal_config
 from support.tokenizer_files import rank_table, sentencepiece_model, write_files
 from transformers import AutoTokenizer
 
-import llamoe
 from llamoe.configuration.errors import CheckpointError
 from llamoe.conversion import tokenizers as conversion
 from llamoe.conversion.tokenizers.processors import IMAGE_TOKENS, processor_files
@@ -34,26 +34,14 @@ def size(model):
 
 
 def dense(vocabulary, context=2048):
-    return llamoe.LlamoeDenseConfig(
-        vocab_size=vocabulary, hidden_size=48, intermediate_size=99, num_hidden_layers=2, num_attention_heads=6,
-        num_key_value_heads=2, max_position_embeddings=context,
-    )  # fmt: skip
+    return dense_config(vocab_size=vocabulary, max_position_embeddings=context, pad_token_id=None)
 
 
 def multimodal(vocabulary, ids, **vision):
-    text = dict(
-        vocab_size=vocabulary, hidden_size=48, intermediate_size=40, intermediate_size_mlp=77, num_hidden_layers=2,
-        num_attention_heads=6, num_key_value_heads=2, head_dim=8, num_local_experts=3, pad_token_id=0,
-    )  # fmt: skip
-    sizes = dict(
-        image_size=112, patch_size=14, pixel_shuffle_ratio=0.5, hidden_size=32, num_hidden_layers=1,
-        num_attention_heads=2, intermediate_size=64, vision_output_dim=24, projector_input_dim=24,
-        projector_output_dim=24,
-    )  # fmt: skip
-    return llamoe.LlamoeConfig(
-        text_config=text, vision_config={**sizes, **vision}, boi_token_index=ids["<|image_start|>"],
-        eoi_token_index=ids["<|image_end|>"], image_token_index=ids["<|patch|>"],
-    )  # fmt: skip
+    config = multimodal_config(vision, vocab_size=vocabulary)
+    config.image_token_index = ids["<|patch|>"]
+    config.boi_token_index, config.eoi_token_index = ids["<|image_start|>"], ids["<|image_end|>"]
+    return config
 
 
 def llama_4():

@@ -6,12 +6,12 @@ import re
 from functools import cache
 
 import pytest
+from support.models import dense_config
 from support.texts import NASTY, random_texts
 from support.tokenizer_files import sentencepiece_model, some_lines, write_files
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, GenerationConfig
 
-import llamoe
 from llamoe.configuration.errors import CheckpointError
 from llamoe.conversion import tokenizers as conversion
 from llamoe.conversion.tokenizers.chat_templates import mistral
@@ -41,10 +41,7 @@ def reference(model):
 
 
 def config_of(context=4096, vocabulary=VOCABULARY):
-    return llamoe.LlamoeDenseConfig(
-        vocab_size=vocabulary, hidden_size=48, intermediate_size=99, num_hidden_layers=2, num_attention_heads=6,
-        num_key_value_heads=2, max_position_embeddings=context,
-    )  # fmt: skip
+    return dense_config(vocab_size=vocabulary, max_position_embeddings=context, pad_token_id=None)
 
 
 # Ids

@@ -5,11 +5,11 @@ import random
 from itertools import product
 
 import pytest
+from support.models import dense_config, text_config
 from support.texts import NASTY
 from support.tokenizer_files import rank_table, write_files
 from transformers import AutoTokenizer, GenerationConfig
 
-import llamoe
 from llamoe.configuration.errors import CheckpointError
 from llamoe.conversion import tokenizers as conversion
 from llamoe.conversion.tokenizers.chat_templates import llama_4
@@ -82,13 +82,10 @@ def encoding_of(family):
 
 
 def config_of(family, vocabulary=None):
-    sizes = dict(
-        vocab_size=vocabulary or RANKS + COUNT[family], hidden_size=48, num_hidden_layers=2, num_attention_heads=6,
-        num_key_value_heads=2, intermediate_size=99,
-    )  # fmt: skip
+    fields = {"vocab_size": vocabulary or RANKS + COUNT[family], "pad_token_id": None}
     if family == "llama-3":
-        return llamoe.LlamoeDenseConfig(max_position_embeddings=8192, **sizes)
-    return llamoe.LlamoeTextConfig(head_dim=8, intermediate_size_mlp=77, num_local_experts=3, **sizes)
+        return dense_config(max_position_embeddings=8192, **fields)
+    return text_config(**fields)
 
 
 @pytest.fixture(scope="module", params=list(COUNT))

@@ -141,9 +141,6 @@ def test_a_folder_of_meta_is_the_same_as_that_of_hugging_face(family, tmp_path):
         assert result.same_weights and result.verdict == "different" and result.outputs
 
 
-LAYER = "model.layers.1"
-
-
 def swap(first, second):
     return lambda tensors: tensors.update({first: tensors[second], second: tensors[first]})
 

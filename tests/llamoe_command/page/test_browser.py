@@ -1,4 +1,4 @@
-"""Test the page in a browser: a picture gets an answer and its experts; errors are shown, and the page goes on."""
+"""Test the page in a browser: it shows answers about pictures and their experts, and keeps running after errors."""
 
 import os
 import re
@@ -60,7 +60,7 @@ def window(browser, tiny):
 
 
 def loaded_sizes(locator):
-    """Return the widths of pictures in the browser; 0 for a picture that it cannot decode."""
+    """Return the widths of pictures in the browser; 0 for a picture that the browser cannot decode."""
     return [
         image.evaluate("image => image.decode().then(() => image.naturalWidth, () => 0)")
         for image in locator.all()
@@ -72,7 +72,7 @@ def test_a_picture_gets_an_answer_and_its_experts_are_shown(window):
     assert window.wait_for_answer() == ABOUT_THREE
     window.page.get_by_role("tab", name="Experts").click()
     window.wait_for_text("#answered", "triangle")
-    # The picture, and a mask over it for each expert that took a part of it.
+    # The picture, and a mask over it for each expert that computed a part of it.
     window.page.locator("#overlay img").nth(1).wait_for()
     sizes = loaded_sizes(window.page.locator("#overlay img"))
     assert len(sizes) >= 2 and min(sizes) >= 480
@@ -118,7 +118,8 @@ def test_nothing_comes_from_the_network(window, tiny):
 
 
 @pytest.fixture
-def spoilt(tmp_path):
+def broken(tmp_path):
+    """Return a folder of files that are no valid pictures."""
     whole = TWO.read_bytes()
     (tmp_path / "text.png").write_text("I am no picture. " * 9)
     (tmp_path / "cut.png").write_bytes(whole[: len(whole) // 2])
@@ -134,10 +135,10 @@ def spoilt(tmp_path):
         ("huge.png", "huge.png: is not a picture, or of another format"),
     ],
 )
-def test_a_broken_picture_is_a_sentence_and_the_page_lives_on(window, spoilt, name, says):
-    window.ask(QUESTION, spoilt / name)
+def test_a_broken_picture_is_reported_and_the_page_goes_on(window, broken, name, says):
+    window.ask(QUESTION, broken / name)
     window.wait_for_text("#question", says)
-    assert str(spoilt) not in window.page.content()
+    assert str(broken) not in window.page.content()
     window.page.reload()
     window.page.wait_for_selector("#question textarea")
     window.ask(QUESTION, TWO)
@@ -152,12 +153,12 @@ def test_a_file_that_is_too_large_is_refused(window, tmp_path):
     assert window.wait_for_answer() == ABOUT_TWO
 
 
-def test_an_empty_question_is_a_sentence(window):
+def test_an_empty_question_is_reported(window):
     window.ask("  ", TWO)
     window.wait_for_text("#question", "The question is empty")
 
 
-def test_a_conversation_that_is_too_long_is_a_sentence(window):
+def test_a_conversation_that_is_too_long_is_reported(window):
     window.ask("shape " * 600)
     assert "and the model has 512 positions" in window.wait_for_answer()
     # The question without an answer does not count as part of the conversation.
@@ -165,11 +166,11 @@ def test_a_conversation_that_is_too_long_is_a_sentence(window):
     assert window.wait_for_answer(2) == ABOUT_TWO
 
 
-# A model that answers for minutes
+# Models whose answers take minutes
 
 
 def idle(server):
-    """Return True if the server becomes idle within half a minute: a model that answers uses all of a processor."""
+    """Return True if the server stops computing within half a minute."""
     for _ in range(30):
         before = server.seconds_of_work()
         time.sleep(1)
@@ -236,7 +237,7 @@ def test_questions_at_once_are_answered_one_after_the_other(browser, endless):
     from gradio_client import Client
 
     def ask(index):
-        # Each has its own conversation; questions that are sent at once are answered one after the other.
+        # Each client has a conversation of its own, whose question waits for those of the others.
         client = Client(endless.address, verbose=False, httpx_kwargs={"timeout": 120})
         return str(client.predict(f"Question {index}", 30, 0.0, api_name="/chat"))
 

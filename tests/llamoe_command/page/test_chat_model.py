@@ -1,4 +1,4 @@
-"""Test answers of a model as a stream, and the record of their experts."""
+"""Test the stream of a model's answer, and the record of its experts."""
 
 import json
 import re
@@ -22,7 +22,7 @@ from transformers import (
 
 import llamoe
 
-# Importing gradio takes seconds, and these tests only need it to be installed.
+# Looked up without importing it, which takes seconds: these tests only need gradio to be installed.
 if find_spec("gradio") is None:
     pytest.skip("the page is not installed: pip install 'llamoe[page]'", allow_module_level=True)
 
@@ -50,7 +50,7 @@ def ask(text, *pictures):
 
 
 def generated(chat, messages, **options):
-    """Return the ids of prompt and answer that `generate` gives without the page."""
+    """Return the inputs, the model, and the ids of prompt and answer from `generate`, without the page."""
     processor = AutoProcessor.from_pretrained(TINY)
     model = AutoModelForImageTextToText.from_pretrained(TINY)
     inputs = processor.apply_chat_template(
@@ -70,7 +70,7 @@ def test_the_stream_grows_to_the_answer_of_generate(tiny, monkeypatch):
     assert "".join(outcome.record.answer) == expected
 
 
-def test_the_record_is_what_the_routers_chose(tiny):
+def test_the_record_has_the_experts_that_the_routers_chose(tiny):
     """Compare with the router logits of one forward pass over prompt and answer."""
     record = list(tiny.answer(ask(QUESTION, THREE), 64, 0))[-1][1].record
     inputs, model, row = generated(tiny, ask(QUESTION, THREE))
@@ -78,7 +78,7 @@ def test_the_record_is_what_the_routers_chose(tiny):
     inputs["pixel_values"] = inputs["pixel_values"].float()
     with torch.no_grad():
         logits = torch.stack(model.float()(**inputs, output_router_logits=True).router_logits)
-    # In bfloat16, which the page takes from the folder, a near tie between tokens may be decided otherwise.
+    # The page's model has the folder's bfloat16, in which another expert may be chosen if two logits nearly tie.
     assert (record.experts[..., 0] == logits.argmax(-1)).float().mean() > 0.97
     layers = len(model.config.text_config.moe_layers)
     assert record.layers == [f"layer {index}" for index in model.config.text_config.moe_layers]
@@ -143,10 +143,11 @@ def test_temperature_samples(endless):
     )
     assert greedy[0] == again[0]
     assert len({greedy[0], *(text for text, _ in sampled)}) == 3
-    assert greedy[1].record is None  # no experts
+    # The model has no experts.
+    assert greedy[1].record is None
 
 
-def test_length_is_what_was_asked_and_never_beyond_the_positions(endless, monkeypatch):
+def test_an_answer_ends_at_the_chosen_length_or_the_last_position(endless, monkeypatch):
     messages = [{"role": "user", "content": "a " * 200}]
     length = len(endless.processor.apply_chat_template(messages, add_generation_prompt=True)["input_ids"])
     assert length < endless.max_tokens == 256
@@ -159,9 +160,9 @@ def test_length_is_what_was_asked_and_never_beyond_the_positions(endless, monkey
         list(endless.answer([{"role": "user", "content": "a " * 300}], 4, 0))
 
 
-def test_of_a_picture_in_tiles_the_whole_is_shown(tmp_path):
+def test_of_a_picture_in_tiles_the_whole_is_shown():
     """A wide picture has three tiles of its own image tokens, and after them the whole picture, which is shown."""
-    chat = ChatModel(chat_folders.copy_tiny(tmp_path / "tiles"))
+    chat = ChatModel(TINY)
     chat.processor.image_processor.max_patches = 4
     wide = Image.new("RGB", (336, 112), "red")
     wide.paste("blue", (224, 0, 336, 112))
@@ -180,7 +181,7 @@ def test_of_a_picture_in_tiles_the_whole_is_shown(tmp_path):
     assert sum((mask > 0).sum() for mask, _ in masks) == image.width * image.height
 
 
-def test_an_outcome_says_how_fast_it_was_and_what_was_in_memory(tmp_path):
+def test_an_outcome_has_speed_and_cache_hits(tmp_path):
     folder = chat_folders.write_mixtral(tmp_path / "mixtral")
     chat = ChatModel(folder, "auto", {"": "cpu", "experts": "disk"}, 1_000_000)
     outcome = list(chat.answer([{"role": "user", "content": "Hello there"}], 6, 0))[-1][1]
@@ -208,7 +209,7 @@ def workers():
 
 
 def wait_until_idle():
-    """Wait until a stopped model has finished its current token."""
+    """Wait until no thread computes an answer: a stopped model still finishes its current token."""
     for _ in range(100):
         if not workers():
             return
@@ -235,7 +236,7 @@ def test_questions_wait_for_each_other(tiny):
         assert record.experts.shape[1] == record.num_prompt + len(record.answer)
 
 
-def test_an_error_of_the_model_is_the_readers(endless, monkeypatch):
+def test_an_error_of_the_model_is_raised_in_the_reader(endless, monkeypatch):
     def fail(*_, **__):
         raise RuntimeError("no memory left")
 
@@ -246,7 +247,7 @@ def test_an_error_of_the_model_is_the_readers(endless, monkeypatch):
     assert list(endless.answer([{"role": "user", "content": "Hello"}], 8, 0))[-1][0]
 
 
-def test_a_folder_that_asks_for_beams_streams_all_the_same(endless, monkeypatch):
+def test_a_folder_with_beams_in_its_settings_is_streamed(endless, monkeypatch):
     monkeypatch.setattr(endless.model.generation_config, "num_beams", 3)
     monkeypatch.setattr(chat_model, "_PAUSE", 0)
     assert len(list(endless.answer([{"role": "user", "content": "Hello"}], 8, 0))) > 3
@@ -263,7 +264,7 @@ def test_a_folder_that_asks_for_beams_streams_all_the_same(endless, monkeypatch)
     ids=str,
 )
 def test_settings_of_a_folder_change_no_record(tmp_path, settings):
-    """Generation settings may need several forward passes for a token."""
+    """With these generation settings `generate` would make several forward passes for a token, or return no ids."""
     folder = chat_folders.write_mixtral(tmp_path / "mixtral")
     question = [{"role": "user", "content": "Hello there"}]
     expected = list(ChatModel(folder).answer(question, 6, 0))[-1]
@@ -275,7 +276,7 @@ def test_settings_of_a_folder_change_no_record(tmp_path, settings):
 
 
 def test_tokens_keep_the_space_that_a_tokenizer_strips_from_the_first(tmp_path):
-    """The tokenizers of LLaMA 1 and 2, Mistral and Mixtral do this."""
+    """The tokenizers of LLaMA 1 and 2, Mistral and Mixtral strip the leading space of the first token."""
     folder = chat_folders.write_mixtral(tmp_path / "mixtral")
     words = {word: index for index, word in enumerate(["<unk>", "\u2581the", "\u2581cat", "\u2581sat", "s"])}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))

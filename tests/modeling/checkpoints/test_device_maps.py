@@ -1,4 +1,4 @@
-"""Device maps that cannot be followed are refused before a weight is read; the others name every module once."""
+"""Device maps that cannot be followed are refused before a weight is read; all others name every module once."""
 
 import pytest
 import torch

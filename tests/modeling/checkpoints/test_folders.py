@@ -1,4 +1,4 @@
-"""Configurations in every form beside stock's folders, parts of multimodal folders, quantizations that are refused."""
+"""Folders of stock with a config in every form, parts of multimodal folders, and quantizations that are refused."""
 
 import json
 from functools import partial
@@ -36,7 +36,7 @@ PAIRS = {
 
 @pytest.fixture(scope="module")
 def stock(tmp_path_factory):
-    """Stock's model of each pair, and the folder that stock saved it to; neither is to be changed."""
+    """Return stock's model of each pair and the folder that stock saved it to; tests change neither."""
     place, models = tmp_path_factory.mktemp("stock"), {}
     for pair, (stock_class, make_config, _) in PAIRS.items():
         models[pair] = stock_model(stock_class, make_config()), place / pair
@@ -101,7 +101,7 @@ def test_a_config_of_another_model_is_refused(stock):
     ],
 )
 def test_part_of_a_multimodal_folder(name, part, stock):
-    """A class whose config is found in a multimodal one finds its weights there, too."""
+    """A class for a part of a multimodal model finds its config and its weights in the folder of the whole model."""
     whole = load_whole(llamoe.LlamoeForConditionalGeneration, stock["multimodal"][1])
     expected = attrgetter(part)(whole)
     model = load_whole(getattr(llamoe, name), stock["multimodal"][1])
@@ -135,7 +135,7 @@ def test_a_quantization_that_no_mixture_has_is_refused_before_a_weight_is_read(
     elif by == "folder":
         config["quantization_config"] = content
     else:
-        # transformers reads it where the text part is what is loaded.
+        # transformers reads this entry if only the text part is loaded.
         config["text_config"]["quantization_config"] = content
         model_class = llamoe.LlamoeForCausalLM
     (tmp_path / "config.json").write_text(json.dumps(config))

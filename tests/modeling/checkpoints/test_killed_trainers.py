@@ -1,9 +1,9 @@
 """A Trainer that is killed at random moments of its saves: each checkpoint's weights are whole, or refused by name.
 
-`Trainer` writes a checkpoint's files one after another into the folder of its final name: the weights by our
-`save_pretrained`, then optimizer.pt, scheduler.pt, rng_state.pth and trainer_state.json by itself. That it cannot go on
-from a folder where one of its own is missing or half-written is its own; such folders are counted apart. From a folder
-in which every file is whole, training goes on to the very weights of a run that nobody killed.
+`Trainer` writes a checkpoint's files one after another into the folder with its final name: the weights by our
+`save_pretrained`, then optimizer.pt, scheduler.pt, rng_state.pth and trainer_state.json. It cannot resume from a folder
+where one of the last four is missing or cut short; such folders are counted apart. From a folder in which every file
+is whole, training must resume and end with exactly the weights of a run that was not killed.
 """
 
 import json
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 
 KILLS = int(os.environ.get("LLAMOE_KILLS", 0)) or 3
 
-# Imports and trains once, then forks for every run that is killed.
+# Import everything and train once, then fork for each run that is killed.
 CHILD = """
 import json, os, random, signal, sys
 from pathlib import Path
@@ -133,6 +133,6 @@ def test_what_a_killed_trainer_leaves(tmp_path, capsys):
     with capsys.disabled():
         print(f"\n{KILLS} killed trainers, their checkpoints: {dict(kinds)}")
     assert all(run["died"] and not run["wrong"] for run in runs), runs
-    # Of the checkpoints before the killed save all are whole, of those that were being written not all.
+    # Checkpoints before the killed save are whole; of those that were being written, some are not.
     assert kinds["whole"] > 0 and len(kinds) > 1, kinds
     assert set(kinds) <= {"whole", "weights refused", "Trainer's own files are not whole"}, kinds

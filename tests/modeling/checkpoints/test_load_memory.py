@@ -33,7 +33,7 @@ model_class = getattr(llamoe, name, None) or getattr(transformers, name)
 model_class.from_pretrained(folder, device_map="meta")  # what is imported late
 print(json.dumps([measure(lambda: model_class.from_pretrained(folder, **options)) for options in cases]))
 """
-# float32 from a bfloat16 file is twice the file.
+# In float32 a model takes twice the bytes of its bfloat16 file.
 LOADS = [{}, {"device_map": "cpu"}, {"dtype": "float32"}, {"device_map": {"": "disk"}}]
 
 
@@ -60,7 +60,7 @@ def measured(folder, name, loads=LOADS):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_peak_memory_of_loading(tmp_path):
-    """A file that needs no cast is mapped, not copied: its pages come when they are used, and may go again."""
+    """A file that needs no cast is mapped, not copied: the system reads its pages when they are used."""
     size = save_large(tmp_path, 14, "300MB")
     ours, theirs = measured(tmp_path, "LlamoeForCausalLM"), measured(tmp_path, "Llama4ForCausalLM")
     plain, on_cpu, cast, on_disk = ours
@@ -76,7 +76,7 @@ def test_peak_memory_of_loading(tmp_path):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_peak_memory_of_experts_that_are_stored_one_by_one(tmp_path):
-    """Each layer's experts are copied once into their stacks; what else needs no cast is mapped."""
+    """Each layer's experts are copied once, into their stacks; all other weights that need no cast are mapped."""
     save_large(tmp_path / "stacked", 4, "300MB")
     convert(tmp_path / "stacked", tmp_path / "split", experts="split", shard_size="100MB")
     plain, cast = measured(tmp_path / "split", "LlamoeForCausalLM", [{}, {"dtype": "float32"}])

@@ -1,6 +1,6 @@
-"""Placed on CPU and disk by transformers or accelerate, every model computes the very same bits.
+"""Models that transformers or accelerate places on CPU and disk compute the same bits as in memory.
 
-Several devices are what this suite cannot have: one test runs on a GPU where there is one.
+One test places layers on a GPU, if there is one.
 """
 
 from functools import partial
@@ -31,12 +31,12 @@ from llamoe.modeling.checkpoints.device_map import settle_device_map
 CPU = torch.device("cpu")
 CASES = SHALLOW_MODELS
 HEADS = {case.name: case for case in CASES if case.is_head}
-# 29 tokens and 6 more cross a border of the attention's chunks of 16.
+# 29 tokens and the 6 that are generated cross a border of the attention's chunks of 16 tokens.
 LENGTH = 29
 
 
 def for_pairs(name, values, times=1):
-    """Parametrise over the classes, each with some of the values."""
+    """Parametrize over the model classes, with `times` of the values for each class."""
     return pytest.mark.parametrize(
         ("case", name), in_turn(CASES, values, times=times), ids=lambda it: getattr(it, "name", it)
     )
@@ -53,7 +53,7 @@ def layers_of(model):
 
 
 def in_turns(model):
-    """Every second layer on disk, of a mixture the routed one; everything else in memory."""
+    """Return a device map with every second layer on disk (a mixture's is among them), and all else in memory."""
     return {"": "cpu", **dict.fromkeys(layers_of(model)[1::2], "disk")}
 
 
@@ -63,7 +63,7 @@ def generate(model, inputs, **options):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Each class once: the model, its folders (one file and shards), and what it gives."""
+    """Return a function that saves each class once: the model, its folders, inputs, and outputs for them."""
     made = {}
 
     def get(case):
@@ -114,13 +114,14 @@ def test_device_maps_change_no_bit(case, way, saved, tmp_path):
     options = WAYS[way](model)
     given = options["device_map"]
     before = dict(given) if isinstance(given, dict) else given
-    # Our files are read where they lie; the folder is for those that cannot be.
+    # Weights on disk are read from the checkpoint itself; this folder is for those that cannot be.
     if way == "max_memory":
         options["offload_folder"] = tmp_path
     placed = case.auto_class.from_pretrained(folder / files, **options)
     assert type(placed) is case.model_class
     assert (num_offloaded(placed) > 0) == (way != "cpu")
-    in_memory = len(list(placed.parameters(recurse=False)))  # the class token, where accelerate insists
+    # accelerate keeps the class token, a parameter beside modules, in memory.
+    in_memory = len(list(placed.parameters(recurse=False)))
     assert num_offloaded(placed) >= len(list(placed.parameters())) - in_memory or way != "disk"
     assert way == "cpu" or settle_device_map(model, placed.hf_device_map) == placed.hf_device_map
     assert given == before, "the caller's dict is his own"
@@ -129,7 +130,7 @@ def test_device_maps_change_no_bit(case, way, saved, tmp_path):
 
 @pytest.mark.parametrize("place", [("disk", "cpu"), ("cpu", "disk")], ids=["tower_on_disk", "text_on_disk"])
 def test_tower_and_text_apart(place, saved):
-    """The head's `model` is a view without hooks of its own; images are encoded through it before generation."""
+    """`model`, a view without hooks, works on a placed head: generation encodes images through it."""
     model, folder, inputs, expected = saved(SHALLOW_MODELS[-1])
     device_map = {"vision_model": place[0], "multi_modal_projector": place[0], "language_model": place[1]}
     placed = llamoe.LlamoeForConditionalGeneration.from_pretrained(folder / "shards", device_map=device_map)
@@ -161,7 +162,7 @@ def test_tower_and_text_apart(place, saved):
     ids=["text", "multimodal"],
 )
 def test_stock_folders_and_their_parts(stock_class, make_config, names, tmp_path):
-    """Keys that are renamed on the way in are found on disk by their old names."""
+    """Weights on disk are read by the names in stock's files, although loading renames them."""
     make_asymmetric(stock_class(make_config())).save_pretrained(tmp_path, max_shard_size="400KB")
     for name in names:
         case = next(case for case in MODELS if case.name == name)
@@ -200,7 +201,7 @@ def test_tied_head(case, device_map, tmp_path):
 # accelerate
 
 
-# Hundredths of a model's bytes; accelerate leaves room for the largest layer, which is most of a small mixture.
+# Per cent of a model's bytes that may lie in memory. accelerate keeps room there for the largest layer.
 MOST = 90
 OFFLOADS = {
     "cpu_offload": lambda model, folder: accelerate.cpu_offload(model, execution_device=CPU),
@@ -219,7 +220,7 @@ OFFLOADS = {
 
 @for_pairs("how", OFFLOADS)
 def test_offload_of_a_model_in_memory(case, how, saved, tmp_path):
-    """Stock Llama 4 fails in all of these: it asks its embedding, which is not in memory, for a device."""
+    """Stock Llama 4 fails here: it asks its embedding, whose weight is not in memory, for a device."""
     _, _, inputs, expected = saved(case)
     placed = OFFLOADS[how](case.make(), tmp_path)
     assert num_offloaded(placed)
@@ -237,7 +238,7 @@ def test_offload_of_a_model_in_memory(case, how, saved, tmp_path):
     ],
 )
 def test_loaders_leave_no_frequency_wrong(name, rope, loader, tmp_path):
-    """Short and long passes in turn: `dynamic` and `longrope` write to their buffers."""
+    """Inputs are short, long and short again, since `dynamic` and `longrope` change their buffers with the length."""
     case = next(case for case in SHALLOW_MODELS if case.name == name)
     model = case.make(**scaled_rope(rope))
     model.save_pretrained(tmp_path)

@@ -1,6 +1,6 @@
-"""Quantizers of transformers on a CPU: what they take, and what they leave.
+"""Quantizers of transformers on a CPU: which layers they replace, and which they leave as they are.
 
-The libraries are not among those that the tests install; each case says which one it needs.
+A case is skipped if the library that it needs is not installed.
 """
 
 import pytest
@@ -20,7 +20,7 @@ from transformers import BitsAndBytesConfig, QuantoConfig, TorchAoConfig
 
 import llamoe
 
-# Whole blocks of 64 everywhere but in the patches, which have 588 numbers: int8 of quanto reads beyond other widths.
+# All widths but that of the patches (588) are multiples of 64: quanto's int8 kernel reads beyond others.
 TEXT = dict(
     **SHALLOW,
     hidden_size=192,
@@ -104,7 +104,7 @@ def linear_layers(model):
 
 @EVERY
 def test_patches_stay_as_they_are_and_the_model_runs(method, folder):
-    """Loaded, passed through and generated with; the plain model's logits from afar."""
+    """The patch embedding stays in 16 bits; logits are near the plain model's, and the model generates."""
     plain = llamoe.LlamoeForConditionalGeneration.from_pretrained(folder, dtype=torch.bfloat16)
     model = load(folder, method)
     layers = linear_layers(model)
@@ -116,7 +116,7 @@ def test_patches_stay_as_they_are_and_the_model_runs(method, folder):
     assert kept.dtype is torch.bfloat16 and torch.equal(kept, plain.get_submodule(PATCHES).weight)
     with torch.no_grad():
         given, expected = model(**inputs()).logits.float(), plain(**inputs()).logits.float()
-    # Rounding to 4 bits moves logits of deviation one by about a third; other weights would by more than one.
+    # Rounding to 4 bits changes logits by about a third of their deviation; wrong weights change them by more than it.
     assert given.isfinite().all() and (given - expected).std() < 0.6 * expected.std()
     assert model.generate(**inputs(), max_new_tokens=4, do_sample=False, eos_token_id=-1).shape == (2, 27)
     tower = load(folder, method, cls=llamoe.LlamoeVisionModel)
@@ -148,6 +148,6 @@ def test_saved_and_loaded_again(method, folder, tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_without_a_quantizer_patches_have_the_dtype_that_is_asked_for(dtype, folder):
-    """The list that keeps them from quantizers would make transformers load them in float32 beside float16."""
+    """`_keep_in_fp32_modules`, which names the patches for quantizers, would make transformers load them in float32."""
     model = llamoe.LlamoeForConditionalGeneration.from_pretrained(folder, dtype=dtype)
     assert {parameter.dtype for parameter in model.parameters()} == {dtype}

@@ -1,4 +1,4 @@
-"""What `save_pretrained` writes, of every class, however the model came about and with every option, must load."""
+"""What `save_pretrained` writes loads again: for every class, origin of the model and option."""
 
 import json
 from functools import cache
@@ -36,11 +36,11 @@ HEADS = [
         ("", "SequenceClassification", text_config, None),
     )
 ]
-# Stock has Mixtral's tensors otherwise: `test_mixtral`.
+# Mixtral's layouts, of which stock's has other tensors, are in `test_mixtral.py`.
 CASES = {case.name: shallow(case) for case in MODELS + HEADS if "Mixtral" not in case.name}
 for_classes = pytest.mark.parametrize("name", CASES)
 
-# Classes whose folders have other keys than those of the class named first.
+# Class to another class that is saved under other keys, and whose folder it can load.
 RENAMED = {
     "LlamoeDenseModel": "LlamoeDenseForQuestionAnswering",
     "LlamoeDenseForCausalLM": "LlamoeDenseForQuestionAnswering",
@@ -54,13 +54,13 @@ RENAMED = {
     "LlamoeModel": "LlamoeForConditionalGeneration",
     "LlamoeForConditionalGeneration": "LlamoeModel",
 }
-# Base models, from which a model with a head may be loaded and the other way round.
+# Base models, whose folders models with a head can load.
 BASES = {"Dense": "LlamoeDenseModel", "": "LlamoeTextModel"}
 
 
 @pytest.fixture(scope="session")
 def folder_of(tmp_path_factory):
-    """Gives the folder in which a class has been saved, in shards, which is not to be changed."""
+    """Return a function that gives the folder of a class, saved in shards; tests do not change it."""
 
     @cache
     def folder(name):
@@ -71,7 +71,7 @@ def folder_of(tmp_path_factory):
     return folder
 
 
-# How a model came about; each is given the case, a folder of its own, and `folder_of`.
+# Origins of a model: functions of the case, an empty folder, and `folder_of`.
 
 
 def built(case, folder, folder_of):
@@ -111,7 +111,7 @@ def from_base(case, folder, folder_of):
 
 
 def mapped(case, folder, folder_of):
-    """With renamings of the caller's."""
+    """Load by the caller's own renaming of keys."""
     case.make().save_pretrained(folder)
     file = folder / "model.safetensors"
     save_file({f"mine.{key}": tensor for key, tensor in load_file(file).items()}, file, {"format": "pt"})
@@ -126,7 +126,7 @@ def offloaded(case, folder, folder_of):
     return case.model_class.from_pretrained(folder_of(case.name), device_map={"": "disk"})
 
 
-# Every class as it was built; of the other states those classes that differ in what the state touches.
+# Origin to classes: all for `built`; for each other origin, classes that differ in what it changes.
 STATES = {
     built: CASES,
     tied: ["LlamoeDenseForCausalLM", "LlamoeForConditionalGeneration"],
@@ -169,7 +169,7 @@ OPTIONS = [
 
 
 def weights_of(model):
-    """Also of what lies on disk."""
+    """Return all weights of a model, also those that lie on disk."""
     from transformers.integrations.accelerate import load_offloaded_parameter
 
     return {
@@ -193,7 +193,7 @@ def test_what_is_saved_loads_here_and_in_stock(name, state, folder_of, tmp_path)
     hidden = aliases if getattr(model.config.get_text_config(), "tie_word_embeddings", False) else set()
     configs = {}
     for number, options in enumerate(OPTIONS):
-        # Variants and shards have nothing to do with how the model came about, nor with its class.
+        # Variants and shards do not depend on the model's origin, and hardly on its class.
         if number in (1, 2, 4) and not (state is built and case.name in SHARDED):
             continue
         options, layout = dict(options), options.get("layout", "llamoe")
@@ -203,17 +203,17 @@ def test_what_is_saved_loads_here_and_in_stock(name, state, folder_of, tmp_path)
             continue
         folder = tmp_path / f"saved-{number}"
         model.save_pretrained(folder, **options)
-        # Our keys are stock keys, whatever became of the model before.
+        # Our files have stock's keys, whatever the origin.
         assert_same_weights(tensors_in(folder), {key: expected[key] for key in expected.keys() - hidden})
         config = json.loads((folder / "config.json").read_text())
         is_new = layout not in configs
         assert config == configs.setdefault(layout, config), options
-        # The same tensors beside the same configuration, in other files: those are read for a model of one state.
+        # Files with the same tensors and config are read again only for models that were built.
         if not is_new and state is not built:
             continue
         again = load_whole(case.model_class, folder, variant=options.get("variant"))
         assert_same_weights(again.state_dict(), expected)
-        # Which are not saved. Equal weights and buffers give equal numbers, which is seen once a class.
+        # Buffers are not saved. Equal weights and buffers give equal outputs: compare those once a class.
         assert_same_weights(dict(again.named_buffers()), dict(model.named_buffers()))
         if number == 0 and state is built:
             inputs = case.inputs()
@@ -224,7 +224,7 @@ def test_what_is_saved_loads_here_and_in_stock(name, state, folder_of, tmp_path)
 
 
 def test_positional_options(tmp_path):
-    """In transformers' order; the ninth is `save_original_format`."""
+    """Positional arguments have transformers' order; the ninth is `save_original_format`."""
     name = "LlamoeForConditionalGeneration"
     model = CASES[name].make()
     model.save_pretrained(tmp_path, True, None, False, "150KB", "v", None, True, True)
@@ -234,7 +234,7 @@ def test_positional_options(tmp_path):
 
 
 def test_part_of_a_model_is_saved_as_a_model_of_its_own(folder_of, tmp_path):
-    """Also after the whole was loaded with renamings."""
+    """A part of a model saves its weights under its own keys, also if loading had renamed those of the whole."""
     whole = renamed(CASES["LlamoeForConditionalGeneration"], None, folder_of)
     for part in (whole.language_model, whole.vision_model, whole.model, whole.language_model.model):
         folder = tmp_path / type(part).__name__
@@ -243,7 +243,7 @@ def test_part_of_a_model_is_saved_as_a_model_of_its_own(folder_of, tmp_path):
 
 
 def test_weights_that_are_mapped_from_the_folder_that_is_saved_to(tmp_path):
-    """The model's own memory may be the file that is replaced; a model on disk is read while it is written."""
+    """A save may replace the file that the weights are mapped from, or are read from during the save."""
     case = CASES["LlamoeForCausalLM"]
     case.make().save_pretrained(tmp_path, max_shard_size="90KB")
     for options in ({}, {"device_map": {"": "cpu"}}, {"device_map": {"": "disk"}}):
@@ -293,7 +293,7 @@ def test_adapters_of_a_model_load_again(options, tmp_path):
 
 
 def test_an_adapter_beside_its_model(tmp_path):
-    """Both in one folder: the model with its adapter comes back, and either may be saved anew."""
+    """A model and its adapter in one folder load together, and may be saved there again."""
     case = CASES["LlamoeForCausalLM"]
     model = case.make()
     model.save_pretrained(tmp_path)
@@ -338,7 +338,7 @@ def test_a_model_inside_of_peft_is_not_saved(tmp_path):
 
 
 def lose(folder, *wanted):
-    """Take tensors out of a single file."""
+    """Remove the tensors whose names contain one of these words from model.safetensors; return their names."""
     file = folder / "model.safetensors"
     tensors = load_file(file)
     lost = [key for key in tensors if any(word in key for word in wanted)]
@@ -368,10 +368,10 @@ def test_missing_weights_of_the_named_class_are_an_error(name, tmp_path):
     ],
 )
 def test_what_a_checkpoint_of_another_class_cannot_have_is_reported(base, name, head, tmp_path):
-    """transformers' convention: a head finds the model below it in such a folder, and only the head is new."""
+    """A head loaded from a base model's folder is new; transformers reports it as missing."""
     model = CASES[base].make()
     model.save_pretrained(tmp_path)
-    # A configuration that is given may name the class; what counts is the folder's.
+    # A given config may name the class with the head; the class in the folder's config.json decides.
     config = CASES[name].make_config()
     config.architectures = [name]
     for options in ({}, {"config": config}):
@@ -420,7 +420,7 @@ def test_tied_weights_need_be_there_once(kept, tmp_path):
 
 
 def test_another_size_is_asked_for_by_its_own_option(tmp_path):
-    """With `ignore_mismatched_sizes` a weight of another size begins fresh; one that is not there is an error."""
+    """With `ignore_mismatched_sizes` a weight of another size is initialized anew; a missing one is an error."""
     case = CASES["LlamoeDenseForSequenceClassification"]
     case.make().save_pretrained(tmp_path)
     options = {"num_labels": 5, "ignore_mismatched_sizes": True}

@@ -1,4 +1,4 @@
-"""Checkpoints with one linear layer an expert: every class, form and place loads them, as stacks, or says why not."""
+"""Checkpoints with a linear layer for each matrix of each expert load as stacks, or an error names the tensor."""
 
 import json
 
@@ -28,7 +28,7 @@ for_spellings = pytest.mark.parametrize("spelling", SPELLINGS)
 
 
 def split(state, spelling="numbered", only=""):
-    """A state dict with the experts of each stack whose name has `only` in it as linear layers, `[out, in]`."""
+    """Return a state dict in which stacks whose names contain `only` are split into linear layers, `[out, in]`."""
     result = {}
     for name, tensor in state.items():
         experts, _, stack = name.rpartition(".")
@@ -45,7 +45,7 @@ def split(state, spelling="numbered", only=""):
 
 
 def write(folder, model, state, form="one", layout="llamoe"):
-    """A folder of these weights: one file, shards over which the experts of each layer are spread, or torch's."""
+    """Write a folder of these weights: one file or shards, among which each layer's experts are spread."""
     model.config.architectures = [type(model).__name__]
     model.save_pretrained(folder, layout=layout)
     (folder / "model.safetensors").unlink()
@@ -74,7 +74,7 @@ def saved_text(tmp_path_factory):
 
 @pytest.fixture
 def text(saved_text):
-    """A folder of numbered experts, its model, and its state dict, of which only the last may be changed."""
+    """Return a folder of numbered experts, its model, and its state dict, which alone may be changed."""
     folder, model, state = saved_text
     return folder, model, dict(state)
 
@@ -85,7 +85,7 @@ def text(saved_text):
     ids=lambda value: getattr(value, "name", value),
 )
 def test_every_class_reads_its_own_folder(case, spelling, tmp_path):
-    # With twelve experts an order of names would put 10 and 11 before 2.
+    # Sorted by name, experts 10 and 11 would come before 2.
     model = case.make(num_local_experts=12)
     write(tmp_path, model, split(model.state_dict(), spelling), "sharded")
     again = load_whole(case.model_class, tmp_path)
@@ -209,7 +209,7 @@ def test_device_maps(text, tmp_path):
     written = {path.name for path in (tmp_path / "offload").glob("*.safetensors")}
     stacks = {name for name in model.state_dict() if ".experts." in name}
     assert {name.removesuffix(".safetensors") for name in written} == stacks, "the rest is read where it is"
-    # On the CPU nothing has to be written.
+    # Stacks that stay in memory need no file.
     rest = {"": "disk", **{f"model.layers.{layer}.feed_forward.experts": "cpu" for layer in (1, 3)}}
     placed = llamoe.LlamoeForCausalLM.from_pretrained(folder, device_map=rest)
     assert torch.equal(run(placed, **inputs), expected)
@@ -221,7 +221,7 @@ LAYER = "model.layers.1.feed_forward.experts"
 
 
 def put(part, *shape, dtype=torch.float32):
-    """Another tensor under the name of a part of the layer's experts."""
+    """Return a function that stores another tensor under a name below the layer's experts."""
     return lambda state: state.update({f"{LAYER}.{part}": torch.ones(shape).to(dtype)})
 
 
@@ -233,7 +233,7 @@ def rename(old, new):
     return lambda state: state.update({f"{LAYER}.{new}": state.pop(f"{LAYER}.{old}.weight")})
 
 
-# What is done to a state dict, and what the error says of it.
+# A change of the state dict, and words of the error.
 DAMAGE = {
     "missing expert": (lose("1.gate", "1.up", "1.down"), r"\.experts\.1\.\w+_proj\.weight is missing"),
     "missing last expert": (lose("2.gate", "2.up", "2.down"), "ignore_mismatched_sizes"),
@@ -267,7 +267,7 @@ def test_damage_is_an_error_that_names_the_tensor(what, form, text, tmp_path):
         given = {}
         write(tmp_path / "damaged", model, state, form)
     folder = None if given else tmp_path / "damaged"
-    # Shapes of whole stacks transformers reports itself.
+    # Wrong shapes of whole stacks are reported by transformers.
     with pytest.raises((CheckpointError, RuntimeError), match=named):
         llamoe.LlamoeForCausalLM.from_pretrained(folder, **given)
 

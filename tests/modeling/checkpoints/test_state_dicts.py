@@ -21,7 +21,7 @@ LOADERS = {
     "load_checkpoint_and_dispatch": lambda model, folder: load_checkpoint_and_dispatch(
         model, folder, device_map={"": "cpu"}
     ),
-    # Trainer's, to go on from a checkpoint.
+    # Trainer resumes by this one.
     "load_sharded_checkpoint": load_sharded_checkpoint,
 }
 

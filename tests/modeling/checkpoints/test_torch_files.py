@@ -1,4 +1,4 @@
-"""Files of torch.save that are refused; what whole ones hold is in `conversion/io/test_files.py`."""
+"""Files of torch.save that are refused; `conversion/io/test_files.py` reads whole ones."""
 
 import os
 import zipfile
@@ -10,7 +10,7 @@ from support.spoilt_folders import refused
 
 
 def rewrite(path, change):
-    """Write an archive anew with other records, without compression, as torch does."""
+    """Replace an archive by one with changed records, without compression, as torch writes it."""
     with zipfile.ZipFile(path) as archive:
         records = {name: archive.read(name) for name in archive.namelist()}
     change(records)
@@ -60,7 +60,7 @@ def test_what_is_refused(damage, model_copy, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.complex64, torch.float8_e5m2], ids=str)
 def test_dtype_that_no_weight_has(dtype, model_copy):
-    """torch copies whole numbers into a model's weights without a word."""
+    """torch would copy integers into a model's weights without an error."""
     path, name = model_copy("bin"), "model.layers.1.mlp.up_proj.weight"
     weights = torch.load(path / "pytorch_model.bin")
     torch.save({**weights, name: (weights[name] * 50).to(dtype)}, path / "pytorch_model.bin")

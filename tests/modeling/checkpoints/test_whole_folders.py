@@ -1,4 +1,4 @@
-"""What a save leaves in a folder that held something else, when it succeeds and when it fails."""
+"""A save into a folder that held another model leaves one whole model there, also if the save fails."""
 
 import os
 import resource
@@ -22,7 +22,7 @@ SHARDED = {"max_shard_size": "90KB"}
 
 
 def contents(folder):
-    """Every file below a folder, by its name, as it is."""
+    """Return the bytes of every file below a folder, by relative path."""
     return {str(p.relative_to(folder)): p.read_bytes() for p in Path(folder).rglob("*") if p.is_file()}
 
 
@@ -39,7 +39,7 @@ def assert_holds(folder, model, **options):
 
 @pytest.fixture
 def old(tmp_path):
-    """A folder with an older model in it, and files of others."""
+    """Return a folder with an older model and files that are not the model's."""
     folder = tmp_path / "folder"
     CASE.make(seed=1).save_pretrained(folder, **SHARDED)
     (folder / "tokenizer.json").write_text("{}")
@@ -91,7 +91,7 @@ def test_variants_do_not_touch_each_other(tmp_path):
 
 
 def test_older_shards_of_a_job_are_not_read_in_place_of_the_new_weights(tmp_path):
-    """Where transformers finds files of such names it reads no others."""
+    """transformers reads files of these names instead of model.safetensors."""
     names = ["shard-00001-model-00001-of-00001.safetensors", "shard-00002-model-00001-of-00001.safetensors"]
     for name in names:
         (tmp_path / name).write_bytes(b"older")
@@ -104,7 +104,7 @@ def test_older_shards_of_a_job_are_not_read_in_place_of_the_new_weights(tmp_path
 
 
 def test_links(tmp_path):
-    """A link to the folder is followed. What a file in it points to belongs to somebody else: a cache, for one."""
+    """A link to the folder is followed; a file that a link in the folder points to, as to a cache, is not changed."""
     elsewhere = tmp_path / "elsewhere"
     CASE.make(seed=1).save_pretrained(elsewhere)
     (tmp_path / "link").symlink_to(elsewhere)
@@ -153,7 +153,7 @@ def test_other_processes_of_a_job_change_nothing(old):
 
 @contextmanager
 def full_disk(folder):
-    """The system refuses files of more than 60 kB: real errors, in Python's writing and in safetensors'."""
+    """Let the system refuse files of more than 60 kB, so that Python and safetensors fail as on a full disk."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, limits[1]))
     try:
@@ -164,7 +164,7 @@ def full_disk(folder):
 
 @contextmanager
 def raising(module, name, error, after=0):
-    """A function raises at its call number `after`, before it does anything."""
+    """Let a function raise at its call number `after`, before it does anything."""
     original, calls = getattr(module, name), 0
 
     def replaced(*args, **kwargs):
@@ -206,7 +206,8 @@ def test_what_cannot_be_uploaded_is_saved(old, monkeypatch):
         repo_id = "me/model"
 
         def create_repo(self, repo_id, **_):
-            assert repo_id == "folder"  # the folder's name, as in transformers
+            # transformers names the repository after the folder.
+            assert repo_id == "folder"
             return self
 
     def upload(self, folder, repo_id, files_timestamps, **_):
@@ -231,7 +232,7 @@ def test_what_cannot_be_uploaded_is_saved(old, monkeypatch):
 
 
 def loads(folder, *candidates):
-    """Which of these models a folder holds; None if it does not load."""
+    """Return which of the candidates a folder holds; None if it does not load."""
     try:
         CASE.model_class.from_pretrained(folder)
     except (OSError, ValueError):
@@ -280,7 +281,7 @@ def test_what_a_killed_process_has_left_is_removed(old):
 
 
 def test_no_loader_finds_a_model_without_the_adapter_beside_it(tmp_path):
-    """While the adapter is exchanged, at each of the steps."""
+    """While an adapter beside its model is replaced, no step leaves a folder that loads as the model alone."""
     peft = pytest.importorskip("peft")
     CASE.make().save_pretrained(tmp_path)
     for call in ("unlink", "replace"):

@@ -15,7 +15,7 @@ from torch._inductor import config as inductor_config
 from llamoe import LlamoeTextConfig
 from llamoe.modeling import kernels
 from llamoe.modeling._private_api import compile_cpp
-from llamoe.modeling.formats import Int4, Int8, int4
+from llamoe.modeling.formats import Int4, Int8, few_bits, int4
 from llamoe.modeling.kernels import cpp_kernels
 from llamoe.modeling.layers import FeedForward
 from llamoe.modeling.moe import Experts, OutputFirstExperts
@@ -162,7 +162,7 @@ def test_gradients_of_rows_unpack_by_the_kernel(monkeypatch):
     x = torch.randn(7, num_out).bfloat16()
     for is_cast in (False, True):
         dtype = torch.float32 if is_cast else torch.bfloat16
-        monkeypatch.setattr(int4, "dtype_of_blocks", lambda rows, dtype=dtype: dtype)
+        monkeypatch.setattr(few_bits, "dtype_of_blocks", lambda rows, dtype=dtype: dtype)
         monkeypatch.setattr(int4, "unpack", lambda *_: pytest.fail("unpacked by torch"))
         found = form.multiply_transposed(x, parts, (num_out, num_in))
         # The matrix is rounded, too, where products are in bfloat16.

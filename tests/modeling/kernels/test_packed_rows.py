@@ -21,7 +21,7 @@ from support.paths import ROOT, SUPPORT, environment
 from support.tables import in_turn
 
 from llamoe.modeling.formats import Int4, Int8, Plain, has_gpu_kernel
-from llamoe.modeling.formats.scales import rows_of
+from llamoe.modeling.formats.few_bits import rows_of
 from llamoe.modeling.kernels import packed_rows
 from llamoe.modeling.kernels.packed_rows import constants, few_rows_limit, rows_of_tile, tile_of
 from llamoe.modeling.moe import check_kernels

@@ -11,9 +11,8 @@ from support.models import stock_text_config
 from torch import nn
 
 import llamoe
-from llamoe.modeling.formats import knows_gpu_kernel
+from llamoe.modeling.formats import format
 from llamoe.modeling.kernels import packed_rows
-from llamoe.modeling.moe import experts as moe_experts
 from llamoe.modeling.moe import products
 from llamoe.modeling.moe.experts import Experts
 
@@ -60,8 +59,8 @@ def test_what_fits(hopper, fits, case, monkeypatch):
         monkeypatch.setattr(Experts, "product_dtype", lambda self: case["product_dtype"])
     device, dtype = case["device"], case["dtype"]
     monkeypatch.setattr(Experts, "device", device)
-    right = lambda form, *_: knows_gpu_kernel(form, dtype) and not packed_rows.why_no_gpu_kernel(device)  # noqa: E731
-    monkeypatch.setattr(moe_experts, "has_gpu_kernel", right)
+    monkeypatch.setattr(format, "_why_no_gpu_kernel", lambda _: packed_rows.why_no_gpu_kernel(device))
+    monkeypatch.setattr(format, "is_right", lambda *_: True)
     experts = make_experts(case["sizes"], dtype)
     assert experts.has_kernels(case["num_rows"], case["needs_gradient"]) is fits
 

@@ -243,8 +243,8 @@ def test_what_a_chat_names_wrongly(processor, tmp_path):
     cases = {
         str(tmp_path / "hostile.png"): "is not a picture, or of another format",
         base64.b64encode(EPS).decode(): "is not a picture, or of another format",
-        "no such file.png": "neither a file, nor an address",
-        "data:image/png;base64,!!!": "neither a file, nor an address",
+        "no such file.png": "neither a file, nor a URL",
+        "data:image/png;base64,!!!": "neither a file, nor a URL",
     }
     for given, message in cases.items():
         with pytest.raises(PictureError, match=message):

@@ -30,7 +30,6 @@ import llamoe
 from llamoe.modeling.moe import Experts, Router
 from llamoe.modeling.quantization import QuantizedExperts, packed_modules
 
-for_families = pytest.mark.parametrize("family", FAMILIES)
 for_pairs = pytest.mark.parametrize(("method", "family"), in_turn(METHODS, FAMILIES))
 # Both kinds of 4 bits, nested scales and plain ones.
 FEW = ["nf4", "fp4 nested", "8 bit"]

@@ -8,7 +8,7 @@ from support import programs
 from support.few_bits import CLOSE, WEIGHTS, distance, logits, packed, save, token_ids
 from transformers import AutoModelForCausalLM
 
-from llamoe.modeling.formats import Int4, Int8, int4
+from llamoe.modeling.formats import Int4, Int8
 from llamoe.modeling.kernels import cpp_kernels, float32_blocks
 from llamoe.modeling.moe import multiply_one
 
@@ -18,7 +18,7 @@ from llamoe.modeling.moe import multiply_one
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0), (2, 9)])
 def test_rows(weights, dtype, shape):
-    """Of each float dtype and number; what has another size or is of integers is refused."""
+    """Of each float dtype and number; rows of another size are refused."""
     layer = packed("dense", weights).model.layers[0].mlp.down_proj
     x = torch.randn(*shape, 320).to(dtype).requires_grad_()
     y = layer(x)
@@ -27,9 +27,9 @@ def test_rows(weights, dtype, shape):
     assert x.numel() == 0 or distance(y, expected) < 0.01  # one product in bfloat16
     y.sum().backward()
     assert x.grad.shape == x.shape and x.grad.dtype == dtype
-    for wrong in (x.long(), x[..., :64]):
-        with pytest.raises(ValueError, match=r"takes floats \[\.\.\., 320\], not torch\.\w+ \["):
-            layer(wrong)
+    if x.numel():
+        with pytest.raises(RuntimeError, match="shape"):
+            layer(x[..., :64])
 
 
 def shifted(tensor, offset):
@@ -44,9 +44,9 @@ def shifted(tensor, offset):
 
 @pytest.mark.parametrize("kernels", ["ours", "torch's"])
 @pytest.mark.parametrize("form", [Int4(32), Int8()], ids=lambda form: form.key)
-@pytest.mark.parametrize("sizes", [(128, 128), (80, 240), (16, 32)])
+@pytest.mark.parametrize("sizes", [(128, 128), (80, 243), (16, 32)])
 def test_addresses_that_kernels_do_not_expect(form, sizes, kernels, monkeypatch):
-    """torch's product for int8 reads whole vectors, and ends the process where one is not aligned."""
+    """Also inputs that are no whole group of int4 and no whole vector of int8."""
     if kernels == "torch's":
         monkeypatch.setattr(cpp_kernels, "_library", None)
     codes, scales = form.quantize(torch.randn(sizes))
@@ -85,7 +85,6 @@ def test_a_processor_without_the_kernels(monkeypatch):
     asked = token_ids(), token_ids()[:1, :1]
     expected = {weights: [logits(packed("text", weights), ids) for ids in asked] for weights in WEIGHTS}
     monkeypatch.setattr(cpp_kernels, "_library", None)
-    monkeypatch.setattr(int4, "is_torchs_layout", lambda: False)
     monkeypatch.setattr(float32_blocks, "rows_of_torch", lambda dtype: 3)
     for weights in WEIGHTS:
         model = AutoModelForCausalLM.from_pretrained(paths[weights])
