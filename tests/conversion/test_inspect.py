@@ -1,4 +1,4 @@
-"""What `inspect` says of a checkpoint, against the models themselves, and how soon it says it."""
+"""What `inspect` says of a checkpoint is what the model has, and no weight is read for it."""
 
 import dataclasses
 import json
@@ -26,13 +26,13 @@ FAMILIES = pytest.mark.parametrize("family", MODELS)
 
 
 def stock_sized(family):
-    """A configuration of a family that stock can express."""
+    """Return a configuration of a family that transformers can express."""
     return MODELS[family][1](**({"hidden_size": 84} if family == "dense" else {}))
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Gives the folder of a family, saved by stock transformers in bfloat16, and its model."""
+    """Return a function that gives a family's folder, saved by transformers in bfloat16, and its model."""
     root = tmp_path_factory.mktemp("saved")
     models = {}
 
@@ -44,7 +44,7 @@ def saved(tmp_path_factory):
             else:
                 stock = stock_class.config_class.from_dict(to_stock(config))
                 model = draw(stock_class, stock)
-            for parameter in model.parameters():  # not the complex buffers of stock's tower
+            for parameter in model.parameters():  # not the complex buffers of transformers' tower
                 parameter.data = parameter.data.bfloat16()
             models[family] = model
             model.save_pretrained(root / family, max_shard_size="100KB")
@@ -55,7 +55,7 @@ def saved(tmp_path_factory):
 
 @pytest.fixture
 def no_reading(monkeypatch):
-    """Reading a number of a tensor is an error."""
+    """Make reading weights an error."""
 
     def refuse(self, start, stop):
         raise AssertionError(f"{self.origin} was read")
@@ -64,7 +64,7 @@ def no_reading(monkeypatch):
 
 
 @FAMILIES
-def test_what_is_said_is_what_the_model_has(family, saved, no_reading):
+def test_the_description_is_that_of_the_model(family, saved, no_reading):
     folder, model = saved(family)
     config = stock_sized(family)
     found = inspect(folder)
@@ -114,7 +114,7 @@ def test_a_plan_is_that_of_the_library(family, saved, monkeypatch):
     folder, _ = saved(family)
     machine = {"gpus": 1, "gpu_memory": "6GB", "ram": "5GB"}
     expected = llamoe.plan_placement(folder, **machine)
-    # The folder is open already, and nothing in it is read again.
+    # `inspect` has opened the folder, so planning reads none of its files.
     monkeypatch.setattr(source, "read_header", None)
     monkeypatch.setattr(source, "read_json", None)
     found = inspect(folder, plan=True, **machine)
@@ -133,7 +133,7 @@ def test_a_plan_of_weights_that_others_packed_is_that_of_the_library(kind, tmp_p
     published.publish(tmp_path, "mixtral", kind, 32 if kind == "symmetric" else None)
     machine = {"gpus": 0, "ram": "5GB"}
     assert inspect(tmp_path, plan=True, **machine).placement == llamoe.plan_placement(tmp_path, **machine)
-    # Without the files nobody knows the bytes.
+    # config.json alone does not show the bytes.
     with pytest.raises(ValueError, match="give the folder with the weights"):
         inspect(tmp_path / "config.json", plan=True, **machine)
 
@@ -161,7 +161,7 @@ def test_context_and_batch_count_in_the_cache_alone(saved):
     assert plain.cache == 2 * 2 * 2 * 20 * 16 * 5
     assert wide.cache == sum(cache_bytes(config, 200, 3, piece=200))
     assert wide.needs == plain.needs
-    assert inspect(folder).context == 256  # all that the model has
+    assert inspect(folder).context == 256  # the model's limit
     assert inspect(saved("tower")[0]).context is None
     for options, word in (({"context": 257}, "257"), ({"batch": 0}, "batch"), ({"context": True}, "context")):
         with pytest.raises(ValueError, match=word):
@@ -194,7 +194,7 @@ def test_a_name_of_nothing_and_another_architecture_are_errors(tmp_path):
 
 
 @pytest.mark.parametrize("to", ["int4", "int8"])
-def test_packed_weights_are_told_with_their_bytes(to, tmp_path, monkeypatch):
+def test_packed_weights_are_described_with_their_bytes(to, tmp_path, monkeypatch):
     config = llamoe.LlamoeTextConfig(
         vocab_size=101, hidden_size=128, intermediate_size=64, intermediate_size_mlp=192, num_hidden_layers=2,
         num_attention_heads=8, num_key_value_heads=2, head_dim=16, num_local_experts=5, interleave_moe_layer_step=2,

@@ -1,4 +1,4 @@
-"""Weight files open without their numbers and give the tensors that were saved, or say what is wrong."""
+"""Weight files are opened without reading weights, and give the tensors that were saved."""
 
 import io
 import json
@@ -33,7 +33,7 @@ TENSORS = {
 
 
 def same(given, expected):
-    """Compare bytes: torch compares no float8."""
+    """Compare the bytes of two tensors, since torch cannot compare float8."""
     given_bytes, expected_bytes = (
         each.contiguous().flatten().view(torch.uint8) for each in (given, expected)
     )
@@ -42,7 +42,7 @@ def same(given, expected):
 
 
 def test_torch_file_gives_every_tensor(tmp_path):
-    """Strided ones and parts of a shared storage, too, as in old files of Meta."""
+    """Tensors with strides and slices of a shared storage are among them, as in old files of Meta."""
     torch.save(TENSORS, tmp_path / "x.pth")
     given, others = open_weights(tmp_path / "x.pth")
     assert others == {}
@@ -55,7 +55,7 @@ def test_torch_file_gives_every_tensor(tmp_path):
             assert isinstance(given[name], FileTensor), "its numbers stay in the file"
 
 
-def test_safetensors_file_gives_every_tensor_and_is_told_by_its_content(tmp_path):
+def test_safetensors_file_gives_every_tensor_and_is_recognised_by_its_content(tmp_path):
     plain = {name: tensor.contiguous().clone() for name, tensor in TENSORS.items()}
     save_file(plain, tmp_path / "x.safetensors")
     save_file(plain, tmp_path / "x.bin")
@@ -81,7 +81,7 @@ def test_tensors_are_unwrapped(tmp_path, wrap):
 
 
 def test_rows_of_a_transposed_stack_are_read_alone(tmp_path, monkeypatch):
-    """Else a stack of experts that was saved as a view would be read whole for every expert."""
+    """Otherwise a stack of experts that was saved as a view would be read whole for every expert."""
     stack = torch.randn(6, 5, 8).transpose(1, 2)
     torch.save({"x": stack}, tmp_path / "x.pth")
     tensor = open_weights(tmp_path / "x.pth")[0]["x"]
@@ -104,7 +104,7 @@ def test_file_that_shrinks_while_it_is_read_names_the_tensor(tmp_path):
 
 @pytest.mark.skipif(not os.path.exists("/proc/meminfo"), reason="reads the size of memory from /proc/meminfo")
 def test_file_larger_than_memory_opens(tmp_path):
-    """A stack of experts can be larger than a laptop's memory; the file here is a hole."""
+    """The file is a hole of twice the machine's memory, since a stack of experts can be that large."""
     memory = 1024 * int(re.search(r"MemTotal: +(\d+)", Path("/proc/meminfo").read_text())[1])
     rows = 2 * memory // 2**20
     path = tmp_path / "x.safetensors"

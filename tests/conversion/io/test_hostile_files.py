@@ -1,4 +1,4 @@
-"""Damaged and hostile folders: each command names the file or key, runs no code, and leaves no target behind."""
+"""For damaged and hostile folders each command names file or key, runs no code from it, and leaves no target."""
 
 import json
 import os
@@ -33,7 +33,7 @@ WIDE = torch.zeros(32, 128).bfloat16()
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """Sound folders: one file, several files, experts one by one, a file of torch, Meta's, int4."""
+    """Make undamaged folders: one file, several, experts one by one, a file of torch, Meta's format, int4."""
     place = tmp_path_factory.mktemp("folders")
     draw(llamoe.LlamoeForCausalLM, text_config()).save_pretrained(place / "one", layout="stock")
     convert(place / "one", place / "shards", shard_size="100KB")
@@ -117,7 +117,7 @@ def index(function):
 
 
 def second_copy(folder):
-    """A tensor in two shards."""
+    """Store a tensor in two shards."""
     shards = sorted(folder.glob("*.safetensors"))
     name, value = next(iter(load_file(shards[0]).items()))
     save_file({**load_file(shards[-1]), name: value + 1}, shards[-1])
@@ -133,7 +133,7 @@ def pipe(folder):
     os.mkfifo(shard)
 
 
-# Name: the folder, what happens to it, and words of the error.
+# Name: the folder, the damage, and words of the error.
 DAMAGE = {
     "no configuration": ("one", remove("config.json"), "unrecognised checkpoint format"),
     "empty": ("one", write("model.safetensors", b""), "model.safetensors"),
@@ -212,7 +212,7 @@ def test_what_is_no_checkpoint_is_named(reader, tmp_path):
         ("one", 1e6, {"dtype": "float16"}),
     ],
 )
-def test_numbers_that_are_none_leave_no_target(kind, value, options, folders, tmp_path):
+def test_nan_and_infinity_leave_no_target(kind, value, options, folders, tmp_path):
     source = shutil.copytree(folders / kind, tmp_path / "source")
     file = {"one": "model.safetensors", "bin": "pytorch_model.bin", "meta": "consolidated.01.pth"}[kind]
     tensors = load_file(source / file) if kind == "one" else torch.load(source / file)

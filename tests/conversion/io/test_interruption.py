@@ -1,4 +1,4 @@
-"""Conversions that are killed, run out of disk or meet a target in use: nothing looks finished, and they go on."""
+"""Conversions that are killed, fill the disk or find their target in use leave nothing that looks finished."""
 
 import errno
 import os
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.slow
 CASE = replace(META_MAVERICK, params={**META_MAVERICK.params, "n_layers": 2})
 OPTIONS = {"hf": {"to": "hf", "shard_size": "280KB"}, "meta": {"to": "meta", "shards": 3}}
 SHARDED = {"shard_size": "60KB"}
-# A command, its sources in the folder of `sources`, and its options.
+# A command, the names of its sources in the fixture `sources`, and its options.
 WRITERS = {
     "convert": (convert, ["meta"], SHARDED),
     "convert to meta": (convert, ["dense"], {"to": "meta", "shards": 2}),
@@ -70,12 +70,12 @@ def weight_files(folder):
 
 
 def whole(folder):
-    """The weight files under their own names, by what a rewrite would change."""
+    """Return inode and time of each finished weight file, which change if it is written again."""
     return {path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in weight_files(folder)}
 
 
 def check_unfinished(folder):
-    """No loader takes the folder for a checkpoint."""
+    """Check that no loader takes the folder for a checkpoint."""
     assert not looks_finished(folder)
     readers = [open_checkpoint, inspect, lambda path: verify(path, path)]
     if (folder / "config.json").exists():
@@ -102,7 +102,7 @@ def test_what_a_kill_leaves_looks_unfinished_and_is_gone_on_with(writer, sources
 
 
 def test_a_second_run_is_refused_while_the_first_writes(sources, tmp_path):
-    """From another thread, by another path, and whether it is to go on or not."""
+    """The second run is in another thread, by the same path or a link, with resume or without."""
     target, link, done = tmp_path / "to", tmp_path / "link", []
     link.symlink_to(target)
 

@@ -1,4 +1,4 @@
-"""Every view gives what torch gives for the whole tensor, whatever rows are asked for."""
+"""Every view reads what torch gives for the whole tensor, for any range of rows."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from llamoe.conversion.io.lazy_tensor import Computed, blocks, join, stack
 
 CUBE = torch.arange(5 * 6 * 8.0).reshape(5, 6, 8)
 MATRIX = torch.arange(6 * 10.0).reshape(6, 10)
-# As one axis a row a number, and every pair of rows is read.
+# Small, since the flat view reads every range of its elements.
 SMALL = torch.arange(2 * 3 * 5.0).reshape(2, 3, 5)
 cube, matrix = InMemory(CUBE, "f: cube"), InMemory(MATRIX, "f: matrix")
 parts = [InMemory(part) for part in CUBE.split([2, 1, 2])]
@@ -72,7 +72,7 @@ def test_empty_tensor_has_no_block():
 
 
 def test_stacks_are_read_by_row_and_matrices_whole():
-    """A stack that is written as a matrix stays in blocks of one expert."""
+    """A stack that is viewed as a matrix keeps blocks of one expert."""
     assert blocks(cube) == [(i, i + 1) for i in range(5)]
     assert blocks(matrix) == [(0, 6)]
     assert blocks(cube.view(30, 8)) == [(i, i + 6) for i in range(0, 30, 6)]
