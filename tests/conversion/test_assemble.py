@@ -76,10 +76,10 @@ def save_tower(path, image=48, act=torch.nn.GELU):
 @pytest.fixture(scope="module")
 def parts(tmp_path_factory):
     """Write a decoder and a tower of open_clip, in folders that no test changes; return folders and models."""
-    place = tmp_path_factory.mktemp("parts")
-    decoder, visual = save_decoder(place / "decoder"), save_tower(place / "tower")
+    root = tmp_path_factory.mktemp("parts")
+    decoder, visual = save_decoder(root / "decoder"), save_tower(root / "tower")
     return SimpleNamespace(
-        decoder=place / "decoder", tower=place / "tower", decoder_model=decoder, tower_model=visual
+        decoder=root / "decoder", tower=root / "tower", decoder_model=decoder, tower_model=visual
     )
 
 
@@ -125,9 +125,9 @@ def test_texts_give_the_decoders_logits_for_its_whole_vocabulary(parts, tmp_path
     model, _ = load(tmp_path / "out")
     assert type(model) is LlamoeForConditionalGeneration
     ids = some_ids(101)  # also rows without a token
-    given = logits(model, ids)
-    assert given.shape[-1] == 101 + len(MULTIMODAL_TOKENS)
-    error = max_abs(given[..., :101], logits(decoder, ids))
+    ours = logits(model, ids)
+    assert ours.shape[-1] == 101 + len(MULTIMODAL_TOKENS)
+    error = max_abs(ours[..., :101], logits(decoder, ids))
     record_parity(f"assembled, {family} decoder", type(decoder).__name__, "float32", error)
     assert error < TOLERANCE
 
@@ -257,8 +257,8 @@ def test_parts_of_a_multimodal_model_serve_as_decoder_and_as_tower(parts, tmp_pa
         for model_class in (LlamoeForConditionalGeneration, Llama4ForConditionalGeneration):
             model = model_class.from_pretrained(tmp_path / f"of-{source}", dtype=torch.float32).eval()
             with torch.no_grad():
-                given, expected = (part.vision_model(pixels).last_hidden_state for part in (model, whole))
-            assert max_abs(given, expected) < TOLERANCE
+                features, expected = (part.vision_model(pixels).last_hidden_state for part in (model, whole))
+            assert max_abs(features, expected) < TOLERANCE
 
 
 def test_a_decoders_chat_template_and_settings_are_not_lost_silently(parts, tmp_path):
@@ -284,17 +284,17 @@ def test_a_decoders_chat_template_and_settings_are_not_lost_silently(parts, tmp_
 @pytest.fixture(scope="module")
 def others(parts, tmp_path_factory):
     """Write folders that are no decoder with a tokenizer, or no tower."""
-    place = tmp_path_factory.mktemp("others")
+    root = tmp_path_factory.mktemp("others")
     for kind in ("mistral", "ministral", "mixtral"):
         config = stock_dense_config(num_hidden_layers=2).to_dict() | {"model_type": kind, "sliding_window": 9}
         if kind == "ministral":
             config["layer_types"] = ["sliding_attention", "full_attention"]
-        AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**config)).save_pretrained(place / kind)
-    convert_vision(parts.tower, place / "converted")
-    shutil.copytree(parts.decoder, place / "bare", ignore=shutil.ignore_patterns("tokenizer*"))
+        AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**config)).save_pretrained(root / kind)
+    convert_vision(parts.tower, root / "converted")
+    shutil.copytree(parts.decoder, root / "bare", ignore=shutil.ignore_patterns("tokenizer*"))
     for name in ("decoder", "tower"):
-        (place / name).symlink_to(getattr(parts, name))
-    return place
+        (root / name).symlink_to(getattr(parts, name))
+    return root
 
 
 @pytest.mark.parametrize(

@@ -67,46 +67,46 @@ def no_reading(monkeypatch):
 def test_the_description_is_that_of_the_model(family, saved, no_reading):
     folder, model = saved(family)
     config = stock_sized(family)
-    found = inspect(folder)
-    assert found.kind == "hf"
+    inspection = inspect(folder)
+    assert inspection.kind == "hf"
     numbers = sum(parameter.numel() for parameter in model.parameters())
-    assert found.stored == found.parameters["total"] == numbers
-    assert found.dtypes == {"bfloat16": (len(list(model.parameters())), 2 * numbers)}
+    assert inspection.stored == inspection.parameters["total"] == numbers
+    assert inspection.dtypes == {"bfloat16": (len(list(model.parameters())), 2 * numbers)}
     files = sorted(folder.glob("*.safetensors"))
-    assert found.files == {file.name: file.stat().st_size for file in files} and len(files) > 1
-    assert sum(size for _, size in found.parts.values()) == 2 * numbers
-    sizes = found.sizes
+    assert inspection.files == {file.name: file.stat().st_size for file in files} and len(files) > 1
+    assert sum(size for _, size in inspection.parts.values()) == 2 * numbers
+    sizes = inspection.sizes
     assert sizes["hidden_size"] == config.get_text_config().hidden_size
     if family in ("text", "multimodal"):
         experts = [parameter for name, parameter in model.named_parameters() if ".experts." in name]
-        assert found.parts["experts"][0] == sum(parameter.numel() for parameter in experts)
+        assert inspection.parts["experts"][0] == sum(parameter.numel() for parameter in experts)
         assert sizes["num_local_experts"] == 5 and sizes["layers with experts"] == len(experts) // 2 == 2
         assert sizes["num_experts_per_tok"] == config.get_text_config().num_experts_per_tok
         assert sizes["attention_chunk_size"] == 16
         assert sizes["layers without rotation"] == 1
         one = sum(parameter.numel() // 5 for parameter in experts)
-        assert found.parameters["active"] == numbers - (5 - sizes["num_experts_per_tok"]) * one
+        assert inspection.parameters["active"] == numbers - (5 - sizes["num_experts_per_tok"]) * one
     if family in ("tower", "multimodal"):
         prefix = "" if family == "tower" else "vision "
         assert sizes[f"{prefix}image_size"] == 56 and sizes[f"{prefix}tokens_per_tile"] == 4
     words = {"dense": "dense", "text": "Llama 4 text", "multimodal": "Llama 4 multimodal", "tower": "tower"}
-    assert words[family] in found.family
+    assert words[family] in inspection.family
 
 
 @pytest.mark.parametrize("name", ["llama-4-scout", "metaclip-b16"])
 def test_a_preset_without_weights_says_what_it_would_need(name):
-    found = inspect(name)
+    inspection = inspect(name)
     config = preset(name)
-    assert found.needs["bfloat16"] == 2 * found.parameters["total"]
-    assert found.kind == "preset"
+    assert inspection.needs["bfloat16"] == 2 * inspection.parameters["total"]
+    assert inspection.kind == "preset"
     assert (
-        found.stored is None
-        and not found.files
-        and found.parameters["total"] == count_parameters(config).total
+        inspection.stored is None
+        and not inspection.files
+        and inspection.parameters["total"] == count_parameters(config).total
     )
-    assert "weights" not in dict(found.sections())
+    assert "weights" not in dict(inspection.sections())
     if name != "metaclip-b16":
-        assert found.cache == sum(cache_bytes(config, found.context, piece=found.context))
+        assert inspection.cache == sum(cache_bytes(config, inspection.context, piece=inspection.context))
 
 
 @FAMILIES
@@ -117,13 +117,13 @@ def test_a_plan_is_that_of_the_library(family, saved, monkeypatch):
     # `inspect` has opened the folder, so planning reads none of its files.
     monkeypatch.setattr(source, "read_header", None)
     monkeypatch.setattr(source, "read_json", None)
-    found = inspect(folder, plan=True, **machine)
-    assert found.placement == expected
-    assert found.placement.device_map == {"": 0} and inspect(folder).placement is None
-    rows = dict(found.sections())["plan"]
+    inspection = inspect(folder, plan=True, **machine)
+    assert inspection.placement == expected
+    assert inspection.placement.device_map == {"": 0} and inspect(folder).placement is None
+    rows = dict(inspection.sections())["plan"]
     assert ("from_pretrained", "device_map={'': 0}") in rows
-    assert json.loads(json.dumps(dataclasses.asdict(found)))["placement"]["weights"] == {
-        "0": found.stored * 2
+    assert json.loads(json.dumps(dataclasses.asdict(inspection)))["placement"]["weights"] == {
+        "0": inspection.stored * 2
     }
 
 
@@ -140,8 +140,8 @@ def test_a_plan_of_weights_that_others_packed_is_that_of_the_library(kind, tmp_p
 
 def test_a_plan_of_a_preset_says_where_its_experts_are():
     machine = dict(gpus=1, gpu_memory="16GB", ram="64GB", quantization="int4:64", context=1024)
-    found = inspect("llama-4-scout", plan=True, **machine)
-    rows = dict(found.sections())["plan"]
+    inspection = inspect("llama-4-scout", plan=True, **machine)
+    rows = dict(inspection.sections())["plan"]
     assert any("routed experts are in RAM" in text for _, text in rows)
     assert any("'experts': 'cpu'" in text and "experts_memory=" in text for _, text in rows)
 
@@ -177,8 +177,8 @@ def test_a_configuration_without_weights_says_what_it_would_need(family, saved, 
     folder, _ = saved(family)
     expected = inspect(folder)
     (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
-    for place in (tmp_path, tmp_path / "config.json"):
-        bare = inspect(place)
+    for path in (tmp_path, tmp_path / "config.json"):
+        bare = inspect(path)
         assert bare.kind == "configuration" and bare.stored is None
         assert bare.parameters == expected.parameters and bare.needs == expected.needs
 

@@ -126,11 +126,11 @@ def test_the_folder_has_the_bits_that_a_quantized_model_saves(name, options, sav
     model.save_pretrained(tmp_path / "saved")
     report = quantize(source, tmp_path / "packed", shard_size="60KB", **options)
 
-    found = tensors_in(tmp_path / "packed")
-    assert_same_weights(found, tensors_in(tmp_path / "saved"))
+    packed_tensors = tensors_in(tmp_path / "packed")
+    assert_same_weights(packed_tensors, tensors_in(tmp_path / "saved"))
     for field in ("quantization_config", "architectures", "dtype", "model_type", "auto_map"):
         assert config_in(tmp_path / "packed")[field] == config_in(tmp_path / "saved")[field]
-    assert report.bytes == sum(tensor.nbytes for tensor in found.values())
+    assert report.bytes == sum(tensor.nbytes for tensor in packed_tensors.values())
     assert report.bytes == sum(after for _, after in report.parts.values())
     assert sum(before for before, _ in report.parts.values()) == sum(
         tensor.nbytes for tensor in open_checkpoint(source).tensors.values()

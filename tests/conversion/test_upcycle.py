@@ -48,17 +48,17 @@ CLASSES = {
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory):
     """Return a function that gives a folder that transformers has saved, and its model; no test changes them."""
-    made = {}
+    saved = {}
 
     def get(kind="llama", dtype=torch.float32, **fields):
         key = (kind, dtype, repr(fields))
-        if key not in made:
+        if key not in saved:
             model_class, config_class, more = KINDS[kind]
             model = stock_model(model_class, config_class(**{**DENSE, **more, **fields})).to(dtype)
             model.generation_config.max_new_tokens = 7
             model.save_pretrained(folder := tmp_path_factory.mktemp("dense"))
-            made[key] = folder, model
-        return made[key]
+            saved[key] = folder, model
+        return saved[key]
 
     return get
 

@@ -71,11 +71,11 @@ def test_a_folder_of_open_clip_gives_its_features(tmp_path, activation, record_p
     with torch.no_grad():
         pooled, tokens = reference(pictures())
         result = ours(pictures())
-    for name, given, expected in (
+    for name, features, expected in (
         ("MetaCLIP patch tokens", result.last_hidden_state, tokens),
         ("MetaCLIP image embedding", result.pooler_output, pooled),
     ):
-        difference = check_close(given, expected)
+        difference = check_close(features, expected)
         record_parity(name, "open_clip VisionTransformer", "float32", difference, f"converted, {activation}")
     assert (ours.config.hidden_act, ours.config.num_attention_heads) == (activation, HEADS_HERE)
     assert report.kind == "open_clip" and report.to == "tower" and not report.dry_run
@@ -196,8 +196,8 @@ def test_a_name_of_open_clips_describes_a_bare_file(tmp_path):
     reference = open_clip.create_model("ViT-tiny", pretrained=str(file)).eval()
     convert_vision(file, tmp_path / "tower", model="ViT-tiny")
     with torch.no_grad():
-        given = load_tower(tmp_path / "tower")(pictures()).pooler_output
-        check_close(given, reference.encode_image(pictures()))
+        features = load_tower(tmp_path / "tower")(pictures()).pooler_output
+        check_close(features, reference.encode_image(pictures()))
     for message, name in {
         "the configuration has": "ViT-B-32",
         "model = 'ViT-B32'": "ViT-B32",

@@ -61,12 +61,12 @@ def test_experts_are_split_and_stacked_bit_for_bit(case, tmp_path):
 
 @for_models("is_head", models=SHALLOW_MODELS)
 def test_result_loads_as_stock_and_as_ours(case, tmp_path):
-    made = case.make()
-    made.save_pretrained(tmp_path / "model")
+    model = case.make()
+    model.save_pretrained(tmp_path / "model")
     convert(tmp_path / "model", tmp_path / "stock", shard_size=100_000)
     convert(tmp_path / "model", tmp_path / "ours", layout="llamoe")
     stock = getattr(transformers, case.stock_name)
-    expected = made.state_dict()
+    expected = model.state_dict()
     for folder, model_class in (("stock", stock), ("ours", case.model_class)):
         model, info = model_class.from_pretrained(tmp_path / folder, dtype="auto", output_loading_info=True)
         assert not any(info.values()), info

@@ -32,27 +32,24 @@ TENSORS = {
 }
 
 
-def same(given, expected):
+def same(first, second):
     """Compare the bytes of two tensors, since torch cannot compare float8."""
-    given_bytes, expected_bytes = (
-        each.contiguous().flatten().view(torch.uint8) for each in (given, expected)
-    )
-    is_alike = (given.dtype, given.shape) == (expected.dtype, expected.shape)
-    return is_alike and torch.equal(given_bytes, expected_bytes)
+    bytes_of_both = [tensor.contiguous().flatten().view(torch.uint8) for tensor in (first, second)]
+    return (first.dtype, first.shape) == (second.dtype, second.shape) and torch.equal(*bytes_of_both)
 
 
 def test_torch_file_gives_every_tensor(tmp_path):
     """Tensors with strides and slices of a shared storage are among them, as in old files of Meta."""
     torch.save(TENSORS, tmp_path / "x.pth")
-    given, others = open_weights(tmp_path / "x.pth")
+    opened, others = open_weights(tmp_path / "x.pth")
     assert others == {}
-    assert given.keys() == TENSORS.keys()
+    assert opened.keys() == TENSORS.keys()
     for name, expected in TENSORS.items():
-        assert same(given[name].read(), expected), name
+        assert same(opened[name].read(), expected), name
         if expected.ndim:
-            assert same(given[name].read(0, 0), expected[0:0])
+            assert same(opened[name].read(0, 0), expected[0:0])
         if expected.numel():
-            assert isinstance(given[name], FileTensor), "its numbers stay in the file"
+            assert isinstance(opened[name], FileTensor), "its numbers stay in the file"
 
 
 def test_safetensors_file_gives_every_tensor_and_is_recognised_by_its_content(tmp_path):
@@ -60,11 +57,11 @@ def test_safetensors_file_gives_every_tensor_and_is_recognised_by_its_content(tm
     save_file(plain, tmp_path / "x.safetensors")
     save_file(plain, tmp_path / "x.bin")
     for path in (tmp_path / "x.safetensors", tmp_path / "x.bin"):
-        given = open_weights(path)[0]
-        assert given.keys() == TENSORS.keys()
+        opened = open_weights(path)[0]
+        assert opened.keys() == TENSORS.keys()
         for name, expected in TENSORS.items():
-            assert same(given[name].read(), expected), name
-            assert given[name].origin == f"{path}: {name}"
+            assert same(opened[name].read(), expected), name
+            assert opened[name].origin == f"{path}: {name}"
 
 
 @pytest.mark.parametrize(

@@ -34,22 +34,22 @@ WIDE = torch.zeros(32, 128).bfloat16()
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     """Make undamaged folders: one file, several, experts one by one, a file of torch, Meta's format, int4."""
-    place = tmp_path_factory.mktemp("folders")
-    draw(llamoe.LlamoeForCausalLM, text_config()).save_pretrained(place / "one", layout="stock")
-    convert(place / "one", place / "shards", shard_size="100KB")
-    convert(place / "one", place / "split", experts="split")
-    shutil.copytree(place / "one", place / "bin")
-    torch.save(load_file(place / "bin/model.safetensors"), place / "bin/pytorch_model.bin")
-    (place / "bin/model.safetensors").unlink()
+    root = tmp_path_factory.mktemp("folders")
+    draw(llamoe.LlamoeForCausalLM, text_config()).save_pretrained(root / "one", layout="stock")
+    convert(root / "one", root / "shards", shard_size="100KB")
+    convert(root / "one", root / "split", experts="split")
+    shutil.copytree(root / "one", root / "bin")
+    torch.save(load_file(root / "bin/model.safetensors"), root / "bin/pytorch_model.bin")
+    (root / "bin/model.safetensors").unlink()
     case = replace(META_LLAMA_2, params={**META_LLAMA_2.params, "n_layers": 2})
-    case.write(place / "meta", case.weights(torch.bfloat16), 2)
+    case.write(root / "meta", case.weights(torch.bfloat16), 2)
     packable = llamoe.LlamoeDenseConfig(
         vocab_size=97, hidden_size=128, intermediate_size=192, num_hidden_layers=2, num_attention_heads=8,
         num_key_value_heads=2, head_dim=16,
     )  # fmt: skip
-    draw(llamoe.LlamoeDenseForCausalLM, packable).bfloat16().save_pretrained(place / "packable")
-    quantize(place / "packable", place / "packed", to="int4")
-    return place
+    draw(llamoe.LlamoeDenseForCausalLM, packable).bfloat16().save_pretrained(root / "packable")
+    quantize(root / "packable", root / "packed", to="int4")
+    return root
 
 
 def change(function):

@@ -88,14 +88,14 @@ def check_unfinished(folder):
 @pytest.mark.parametrize("writer", WRITERS)
 def test_what_a_kill_leaves_looks_unfinished_and_is_gone_on_with(writer, sources, tmp_path):
     write, names, options = WRITERS[writer]
-    given, target = [sources / name for name in names], tmp_path / "to"
-    kill_halfway(write, *given, target, **options)
+    inputs, target = [sources / name for name in names], tmp_path / "to"
+    kill_halfway(write, *inputs, target, **options)
     check_unfinished(target)
     survivors = whole(target)
     with pytest.raises(ValueError, match="is unfinished"):
-        write(*given, target, **options)
-    write(*given, target, resume=True, **options)
-    write(*given, tmp_path / "whole", **options)
+        write(*inputs, target, **options)
+    write(*inputs, target, resume=True, **options)
+    write(*inputs, tmp_path / "whole", **options)
     assert sums(target) == sums(tmp_path / "whole")
     assert whole(target).items() >= survivors.items(), "a whole file was written again"
     assert survivors or "shard_size" not in options
@@ -107,11 +107,11 @@ def test_a_second_run_is_refused_while_the_first_writes(sources, tmp_path):
     link.symlink_to(target)
 
     def start_others():
-        for place in (target, link):
-            with pytest.raises(ValueError, match=f"^{place}: is unfinished"):
-                convert(sources / "meta", place, **SHARDED)
-            with pytest.raises(ValueError, match=f"^{place}: is being written by another run"):
-                convert(sources / "meta", place, resume=True, **SHARDED)
+        for path in (target, link):
+            with pytest.raises(ValueError, match=f"^{path}: is unfinished"):
+                convert(sources / "meta", path, **SHARDED)
+            with pytest.raises(ValueError, match=f"^{path}: is being written by another run"):
+                convert(sources / "meta", path, resume=True, **SHARDED)
         check_unfinished(target)
         done.append(True)
 
@@ -180,7 +180,7 @@ def test_only_the_same_conversion_goes_on(source, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         convert(copy, tmp_path / "to", progress=stops(KeyboardInterrupt(), 0.6), **options)
     before = sums(tmp_path / "to")
-    for given, changed in (
+    for folder, changed in (
         (source, options),
         (copy, {**options, "shard_size": "300KB"}),
         (copy, {**options, "dtype": "float32"}),
@@ -189,7 +189,7 @@ def test_only_the_same_conversion_goes_on(source, tmp_path):
         (copy, OPTIONS["meta"]),
     ):
         with pytest.raises(ValueError, match="another source or with other options"):
-            convert(given, tmp_path / "to", resume=True, **changed)
+            convert(folder, tmp_path / "to", resume=True, **changed)
         assert sums(tmp_path / "to") == before
     torch.save(torch.load(copy / "consolidated.01.pth", weights_only=False), copy / "consolidated.01.pth")
     with pytest.raises(ValueError, match="another source"):

@@ -46,15 +46,15 @@ VIEWS = {
 
 @pytest.mark.parametrize("name", VIEWS)
 def test_view_gives_what_torch_gives(name):
-    given, expected = VIEWS[name]
-    assert given.shape == tuple(expected.shape)
-    assert given.dtype == expected.dtype
-    assert torch.equal(given.read(), expected)
+    view, expected = VIEWS[name]
+    assert view.shape == tuple(expected.shape)
+    assert view.dtype == expected.dtype
+    assert torch.equal(view.read(), expected)
     rows = expected.shape[0]
     for start in range(rows):
         for stop in range(start, rows + 1):
-            assert torch.equal(given.read(start, stop), expected[start:stop])
-    assert torch.equal(torch.cat([given.read(*span) for span in blocks(given)]), expected)
+            assert torch.equal(view.read(start, stop), expected[start:stop])
+    assert torch.equal(torch.cat([view.read(*span) for span in blocks(view)]), expected)
 
 
 def test_a_part_of_a_join_is_the_tensor_itself():

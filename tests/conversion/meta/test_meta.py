@@ -143,12 +143,12 @@ def test_params_may_be_nested_and_leave_numbers_to_a_single_file(tmp_path):
     expected = open_meta(folder)
     (folder / "params.json").write_text(json.dumps({"model": case.params}))
     (folder / "consolidated.00.pth").rename(folder / "consolidated.pth")
-    given = open_meta(folder)
-    assert given.config == expected.config and given.tensors.keys() == expected.tensors.keys()
-    text = given.config.text_config
+    opened = open_meta(folder)
+    assert opened.config == expected.config and opened.tensors.keys() == expected.tensors.keys()
+    text = opened.config.text_config
     assert (text.num_local_experts, text.vocab_size) == (5, case.vocabulary)
     base = case.vocabulary - 2048
-    assert (given.config.boi_token_index, given.config.image_token_index) == (base + 80, base + 92)
+    assert (opened.config.boi_token_index, opened.config.image_token_index) == (base + 80, base + 92)
 
 
 def test_a_head_that_is_the_embedding_is_written_as_a_copy(tmp_path):

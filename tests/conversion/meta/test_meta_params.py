@@ -155,8 +155,8 @@ def test_scaled_rotary_embeddings_have_metas_own_defaults():
         "high_freq_factor": 1.0,
         "original_max_position_embeddings": 8192,
     }
-    given = read(use_scaled_rope=True, rope_scaling_factor=8, rope_high_freq_factor=4).rope_parameters
-    assert (given["factor"], given["high_freq_factor"]) == (8.0, 4.0)
+    scaled_by_8 = read(use_scaled_rope=True, rope_scaling_factor=8, rope_high_freq_factor=4).rope_parameters
+    assert (scaled_by_8["factor"], scaled_by_8["high_freq_factor"]) == (8.0, 4.0)
     assert read(use_scaled_rope=True, rope_scaling_factor=None).rope_parameters == scaled
     assert read(use_scaled_rope=False, rope_scaling_factor=8).rope_parameters["rope_type"] == "default"
     llama_3 = read(3, 128256, use_scaled_rope=True, rope_theta=500000).rope_parameters
@@ -178,11 +178,11 @@ def test_llama_3_scales_as_its_published_configuration_and_both_ways(name):
     config = read(3, 128256, **sizes, use_scaled_rope=True, rope_theta=5e5)
     assert config.rope_parameters["factor"] == factor and config.rope_parameters["high_freq_factor"] == 4.0
     assert read(3, 128256, **sizes, rope_theta=5e5).rope_parameters["rope_type"] == "default"
-    for given in (8.0, 16.0, 32.0):
-        config.rope_parameters["factor"] = given
+    for value in (8.0, 16.0, 32.0):
+        config.rope_parameters["factor"] = value
         params, _ = write_params(config, 3)
         # Meta's code always takes 8.
-        assert params.get("rope_scaling_factor", 8.0) == given and needs_own_scaling(params) == (given != 8.0)
+        assert params.get("rope_scaling_factor", 8.0) == value and needs_own_scaling(params) == (value != 8.0)
         again = read_config(Params.of(params, "params.json"), 3)
         assert again.rope_parameters == config.rope_parameters
 
@@ -215,7 +215,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
+    ("scaling", "expected"),
     [
         *WRONG.items(),
         ('{"factor": 16}', {"rope_type": "llama3", "factor": 16, "high_freq_factor": 4.0, "rope_theta": 5e5}),
@@ -224,7 +224,7 @@ WRONG = {
         ({"rope_type": "default"}, {"rope_type": "default", "rope_theta": 5e5}),
     ],
 )
-def test_a_scaling_may_be_given_and_another_is_refused(given, expected, tmp_path):
+def test_rope_scaling_replaces_the_sources_or_is_refused(scaling, expected, tmp_path):
     config = llamoe.LlamoeDenseConfig(
         vocab_size=37, hidden_size=36, intermediate_size=44, num_hidden_layers=1, num_attention_heads=6,
         num_key_value_heads=2, rope_parameters=LLAMA_3_ROPE,
@@ -234,13 +234,13 @@ def test_a_scaling_may_be_given_and_another_is_refused(given, expected, tmp_path
     save_file(tensors, tmp_path / "source" / "model.safetensors")
     if isinstance(expected, str):
         with pytest.raises(ValueError, match=expected):
-            convert(tmp_path / "source", tmp_path / "target", rope_scaling=given)
+            convert(tmp_path / "source", tmp_path / "target", rope_scaling=scaling)
         assert not (tmp_path / "target").exists()
         return
-    convert(tmp_path / "source", tmp_path / "target", rope_scaling=given)
-    found = AutoConfig.from_pretrained(tmp_path / "target").rope_parameters
-    assert {name: found[name] for name in expected} == expected
-    assert ("low_freq_factor" in found) == (found["rope_type"] == "llama3")
+    convert(tmp_path / "source", tmp_path / "target", rope_scaling=scaling)
+    written = AutoConfig.from_pretrained(tmp_path / "target").rope_parameters
+    assert {name: written[name] for name in expected} == expected
+    assert ("low_freq_factor" in written) == (written["rope_type"] == "llama3")
 
 
 def test_what_params_json_does_not_say_is_what_metas_code_takes():

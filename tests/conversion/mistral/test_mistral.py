@@ -80,9 +80,9 @@ def test_a_head_that_is_the_embedding_need_not_be_stored(stores_head, tmp_path):
     stored = {name: tensor for name, tensor in weights.items() if stores_head or name != "output.weight"}
     convert(case.write(tmp_path / "mistral", stored), tmp_path / "hf")
     assert "lm_head.weight" not in load_file(tmp_path / "hf" / "model.safetensors")
-    given = logits(llamoe.LlamoeDenseForCausalLM, tmp_path / "hf", case.ids())
+    ours = logits(llamoe.LlamoeDenseForCausalLM, tmp_path / "hf", case.ids())
     # Logits are larger, since the drawn embedding is not scaled down as heads are.
-    assert max_abs(given, case.logits(weights)) < 10 * TOLERANCE
+    assert max_abs(ours, case.logits(weights)) < 10 * TOLERANCE
 
 
 # Mistral AI's folders and Meta's

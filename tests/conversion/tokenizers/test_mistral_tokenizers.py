@@ -74,15 +74,15 @@ def expected_ids(encode, ids, version, conversation):
     """Return mistral-common's ids: each part is encoded alone; `[INST]` and eos are tokens, in version 1 text."""
     system = next((text for role, text in conversation if role == "system"), None)
     turns = [(role, text) for role, text in conversation if role != "system"]
-    users = [place for place, (role, _) in enumerate(turns) if role == "user"]
+    users = [index for index, (role, _) in enumerate(turns) if role == "user"]
     result = [ids["<s>"]]
     if system is not None and version >= 7:
         result += [ids["[SYSTEM_PROMPT]"], *encode(system), ids["[/SYSTEM_PROMPT]"]]
-    for place, (role, text) in enumerate(turns):
+    for index, (role, text) in enumerate(turns):
         if role == "assistant":
             result += [*encode(text if version == 1 else text.rstrip(" ")), ids["</s>"]]
             continue
-        if system is not None and version < 7 and place == users[0 if version == 1 else -1]:
+        if system is not None and version < 7 and index == users[0 if version == 1 else -1]:
             text = f"{system}\n\n{text}"
         if version == 1:
             result += encode(f"[INST] {text} [/INST]")
@@ -95,11 +95,11 @@ def check_conversations(loaded, encode, version):
     ids = loaded.get_vocab()
     for conversation in CONVERSATIONS:
         messages = [{"role": role, "content": text} for role, text in conversation]
-        given = loaded.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-        assert list(given) == expected_ids(encode, ids, version, conversation), conversation
+        ids_of_prompt = loaded.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        assert list(ids_of_prompt) == expected_ids(encode, ids, version, conversation), conversation
         for message in messages:
             message["content"] = [{"type": "text", "text": message["content"]}]
-        assert list(loaded.apply_chat_template(messages, return_dict=False)) == list(given)
+        assert list(loaded.apply_chat_template(messages, return_dict=False)) == list(ids_of_prompt)
 
 
 @pytest.mark.parametrize("version", CONTROLS)

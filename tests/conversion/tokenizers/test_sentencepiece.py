@@ -186,8 +186,8 @@ def test_llama_2_chat_equals_metas_and_marks_what_the_model_writes(name, chat, r
         texts = message["content"][:2], message["content"][2:]
         parts.append({**message, "content": [{"type": "text", "text": text} for text in texts]})
     options = dict(tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
-    for given, prompt in ((dialog, True), (dialog, False), (parts, False)):
-        result = chat.apply_chat_template(given, add_generation_prompt=prompt, **options)
+    for messages, prompt in ((dialog, True), (dialog, False), (parts, False)):
+        result = chat.apply_chat_template(messages, add_generation_prompt=prompt, **options)
         assert (result["input_ids"], result["assistant_masks"]) == meta_dialog(reference, dialog)
 
 
@@ -225,8 +225,8 @@ def test_chats_of_questions_and_answers_refuse_what_the_models_code_does(name, c
 
 def test_the_original_comes_back_byte_by_byte_or_nothing_does(model):
     files = conversion.hf_files_from_meta(model, config_of())
-    for given in (files, {"tokenizer.model": model}):
-        assert conversion.meta_tokenizer_file(given, config_of()) == {"tokenizer.model": model}
+    for companions in (files, {"tokenizer.model": model}):
+        assert conversion.meta_tokenizer_file(companions, config_of()) == {"tokenizer.model": model}
     assert conversion.meta_tokenizer_file({}, config_of()) == {}
     with pytest.raises(CheckpointError, match=f"{VOCABULARY} pieces.*vocab_size is 712"):
         conversion.meta_tokenizer_file(files, config_of(vocabulary=712))

@@ -201,8 +201,10 @@ def test_chat_equals_metas_and_marks_what_the_model_writes(name, family, loaded)
             tokenize=True, return_dict=True, return_assistant_tokens_mask=True, chat_template=template
         )
         for dialog in (DIALOGS[name], [*map(in_parts, DIALOGS[name])]):
-            given = loaded.apply_chat_template(dialog, add_generation_prompt=prompt, **options)
-            assert (given["input_ids"], given["assistant_masks"]) == meta_chat(family, DIALOGS[name], prompt)
+            encoded = loaded.apply_chat_template(dialog, add_generation_prompt=prompt, **options)
+            assert (encoded["input_ids"], encoded["assistant_masks"]) == meta_chat(
+                family, DIALOGS[name], prompt
+            )
 
 
 def test_chat_takes_arguments_as_text_and_results_as_objects(family, loaded):
@@ -210,8 +212,8 @@ def test_chat_takes_arguments_as_text_and_results_as_objects(family, loaded):
     results = [{"role": "tool", "content": content} for content in ({"rain": True}, '{"rain": true}')]
     dialog = [{"role": "assistant", "content": "", "tool_calls": [as_text]}, results[0]]
     expected = [{"role": "assistant", "content": "", "tool_calls": [CALL]}, results[1]]
-    given = loaded.apply_chat_template(dialog, tokenize=True, return_dict=True)["input_ids"]
-    assert given == meta_chat(family, expected, prompt=False)[0]
+    ids = loaded.apply_chat_template(dialog, tokenize=True, return_dict=True)["input_ids"]
+    assert ids == meta_chat(family, expected, prompt=False)[0]
 
 
 def test_chat_refuses_what_it_cannot_say(loaded):

@@ -83,11 +83,11 @@ def test_a_model_read_one_matrix_at_a_time_computes_what_the_whole_model_does(fa
     tensors = {name: InMemory(value) for name, value in model.state_dict().items()}
     weights = run_streamed.Weights(model.config, tensors)
     inputs, _ = run_streamed.random_inputs((model.config, model.config), 53, 2, seed=1)
-    found = run_streamed.run(weights, inputs)
+    outputs = run_streamed.run(weights, inputs)
     with torch.no_grad():
         expected = model(**inputs)
-    assert found
-    for name, value in found.items():
+    assert outputs
+    for name, value in outputs.items():
         torch.testing.assert_close(value, expected[name], rtol=0, atol=ROUNDING)
 
 
@@ -220,9 +220,9 @@ def test_equal_weights_with_another_configuration_differ_by_the_named_field(
     ],
 )
 def test_the_verdict_follows_from_the_outputs(outputs, others, verdict):
-    found = Verification("a", "b", ("hf", "hf"), compared=3, outputs={"logits": outputs}, **others)
-    assert found.verdict == found.as_dict()["verdict"] == verdict
-    assert found.as_dict()["same_function"] is (verdict != "different")
+    result = Verification("a", "b", ("hf", "hf"), compared=3, outputs={"logits": outputs}, **others)
+    assert result.verdict == result.as_dict()["verdict"] == verdict
+    assert result.as_dict()["same_function"] is (verdict != "different")
 
 
 def test_fields_that_come_to_the_same_are_no_difference(saved, tmp_path):
