@@ -263,7 +263,7 @@ def _needs(checkpoint: Checkpoint, source: Source) -> dict[str, int]:
         return {checkpoint.quantization.weights: sum(stored.values())}
     sizes = {"bfloat16": sum(weight_bytes(source.model, 16).values())}
     for name in ("int8", "int4"):
-        # The format cannot store sizes that are no multiple of its group size.
+        # int4 cannot store numbers of outputs that are no multiple of 16.
         with contextlib.suppress(ValueError):
             sizes[name] = sum(packed_bytes(checkpoint.config, QuantizationConfig(name)).values())
     return sizes

@@ -147,8 +147,10 @@ def kept_fields(config: Any, again: Any) -> dict[str, Any]:
             if value != read or name in _ALWAYS_KEPT:
                 kept[name] = value
         elif name == "rope_parameters":
-            if _rope_content(value) != (rotation := _rope_content(read)):
-                fail(config, name, value, "Meta's code cannot compute it", repr(rotation))
+            mine, its = _rope_content(value), _rope_content(read)
+            if mine != its:
+                changed = {key: entry for key, entry in mine.items() if its.get(key) != entry}
+                fail(config, name, changed, "Meta's code cannot compute it", repr(its))
         elif value != read:
             problem = "Meta's params.json cannot express it, and Meta's code would compute with another value"
             fail(config, name, value, problem, repr(read))

@@ -200,8 +200,7 @@ def test_a_tokenizer_decides_between_llama_2_and_3(tmp_path):
 
 
 def in_8_bits(source, target, **options):
-    # int8 cannot store matrices of 60 inputs.
-    return quantize(source, target, to="int8", keep=[".*self_attn", "gate_proj", "up_proj"], **options)
+    return quantize(source, target, to="int8", **options)
 
 
 @pytest.mark.parametrize(
