@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-from support.lazy_tensors import InMemory
 from support.models import draw, max_abs, stock_dense_config, stock_multimodal_config, stock_text_config
 from transformers import (
     Llama4ForCausalLM,
@@ -13,7 +12,7 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-from llamoe.conversion.merge_kv_heads import merge_heads, merge_kv_heads
+from llamoe.conversion.merge_kv_heads import merge_kv_heads
 from llamoe.conversion.open import open_checkpoint
 
 BUILD = {

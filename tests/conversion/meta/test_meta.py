@@ -30,7 +30,7 @@ from llamoe.conversion.io.name_table import Drop
 from llamoe.conversion.meta.folder import open_meta, save_meta
 from llamoe.conversion.meta.name_tables import llama4_table, llama_table
 
-# Against float64, in logits of deviation 1: 1e-6 to 5e-6 were measured; one wrong scaling factor is 2e-4.
+# For logits of deviation 1 against float64; measured are up to 5e-6, and 2e-4 with a wrong scaling factor.
 TOLERANCE = 1e-5
 
 
