@@ -1,4 +1,4 @@
-"""Adapters move between stock Llama, Llama 4 and ours, through both of the ways to load one."""
+"""Adapters of stock Llama and Llama 4 load on our classes, and ours on stock's, by peft and by transformers."""
 
 import copy
 from contextlib import nullcontext
@@ -30,7 +30,7 @@ from llamoe.modeling.adapters.expert_layout import exchange_factors
 HEADS = [case for case in SHALLOW_MODELS if case.is_head]
 DENSE, MIXTRAL, TEXT, MULTIMODAL = HEADS
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-# Of which `linear` embeds patches and `linear_1` is the projector.
+# `linear` is the patch embedding, `linear_1` the projector.
 TOWER = ["fc1", "fc2", "linear", "linear_1"]
 ADAPTERS = {
     "all": dict(target_modules=LINEAR + TOWER),
@@ -44,7 +44,7 @@ EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 
 @cache
 def pair(case, **text):
-    """Ours and stock's model with the same weights, which several tests share: adapters come onto copies."""
+    """Return our model and stock's with the same weights. Tests share them, and add adapters to copies."""
     ours = case.make(**text)
     stock_class = getattr(transformers, case.stock_name)
     stock = draw(stock_class, stock_class.config_class(**llamoe.to_stock(ours.config)))
@@ -53,12 +53,12 @@ def pair(case, **text):
 
 
 def inputs_of(case):
-    # Stock Llama 4 numbers padded rows otherwise.
+    # No padding: stock Llama 4 gives other positions to padded rows.
     return case.inputs(padding=(0, 0, 0), length=37)
 
 
 def adapted(model, seed=3, **options):
-    """A copy of a model with an adapter all of whose factors are random: fresh ones change nothing."""
+    """Return a copy of a model with an adapter of random factors; a new adapter would change nothing."""
     options = {"r": 4, "lora_alpha": 6, "task_type": "CAUSAL_LM", **options}
     model = get_peft_model(copy.deepcopy(model), LoraConfig(**options))
     generator = torch.Generator().manual_seed(seed)
@@ -73,7 +73,7 @@ def adapted(model, seed=3, **options):
 
 
 def load(model, folder, how):
-    """Load an adapter onto a copy of a model, in one of the two ways; "memory" is the second with tensors."""
+    """Load an adapter into a copy of a model, by `PeftModel` or `load_adapter`; "memory" means its tensors."""
     model = copy.deepcopy(model)
     if how == "PeftModel":
         return PeftModel.from_pretrained(model, folder)
@@ -87,7 +87,7 @@ def load(model, folder, how):
 
 
 def check_loads(trained, target, folder, how, inputs, tolerance=2e-5):
-    """An adapter that is saved changes a model by whole tenths, and gives another one the same logits."""
+    """Save an adapter, load it into another model, and check that logits are equal there, and differ from before."""
     trained.save_pretrained(folder)
     expected = run(trained, **inputs)
     assert max_abs(expected, run(target, **inputs)) > 0.05
@@ -106,13 +106,12 @@ both_ways = pytest.mark.parametrize("how", WAYS)
     ids=lambda value: getattr(value, "name", value),
 )
 def test_adapters_of_stock_give_the_same_logits_on_ours_and_back(case, kind, tmp_path):
-    """0 for the dense family, 9.3e-6 at most for the mixtures, which differ by 6e-6 without an adapter too.
+    """Measured: logits of the dense family are equal, those of mixtures differ by up to 9.3e-6, 6e-6 without adapters.
 
-    The logits have a deviation of 1; the adapters change them by whole units.
+    Logits have a standard deviation of 1, and adapters change them by more than that.
     """
     ours, stock = pair(case)
-    # Loading on stock is a matter of its own: there its `load_adapter` drops DoRA's vectors and, before
-    # transformers 5.23, trained embeddings and every adapter of a multimodal model.
+    # On stock's classes adapters are loaded by `PeftModel` alone: their `load_adapter` drops DoRA's vectors.
     for name, source, target, ways in (("stock", stock, ours, WAYS), ("ours", ours, stock, WAYS[:1])):
         trained = adapted(source, **ADAPTERS[kind])
         for how in ways:
@@ -125,13 +124,13 @@ def test_adapters_of_stock_give_the_same_logits_on_ours_and_back(case, kind, tmp
 
 
 def expert_pair(targets, case=TEXT, **sizes):
-    """Ours and stock's, and an adapter of stock's experts."""
+    """Return our model, stock's, and stock's with an adapter of its experts."""
     ours, stock = pair(case, **sizes)
     options = dict(target_modules=["v_proj"], target_parameters=targets, rank_pattern={"v_proj": 3})
     return ours, stock, adapted(stock, **options)
 
 
-# A stack of one expert, which peft takes for a linear layer's weight; with square ones among them.
+# peft takes a stack of one expert for the weight of a linear layer. Some of the stacks below are square.
 ONE = dict(num_local_experts=1, num_experts_per_tok=1)
 
 
@@ -149,14 +148,14 @@ ONE = dict(num_local_experts=1, num_experts_per_tok=1)
         (EXPERTS, {**ONE, "intermediate_size": 72}, "PeftModel"),
         (EXPERTS, {**ONE, "intermediate_size": 36}, "load_adapter"),
     ],
-    # A case's own text has an address, which test processes would not share.
+    # The text of a case contains an address, which differs between test processes.
     ids=lambda value: " ".join(value) if isinstance(value, dict) else str(value),
 )
 def test_experts_trained_on_stock_are_turned_round(targets, sizes, how, tmp_path):
     ours, _, trained = expert_pair(targets, **sizes)
     inputs = inputs_of(sizes.get("case", TEXT))
     loaded = check_loads(trained, ours, tmp_path, how, inputs)
-    # What is saved again is ours, and is read as such.
+    # Saved again, the factors have our layout, and are loaded without an exchange.
     loaded.save_pretrained(tmp_path / "again")
     assert max_abs(run(load(ours, tmp_path / "again", how), **inputs), run(trained, **inputs)) < 2e-5
 
@@ -164,23 +163,23 @@ def test_experts_trained_on_stock_are_turned_round(targets, sizes, how, tmp_path
 @both_ways
 @pytest.mark.parametrize(("targets", "intermediate_size"), [(EXPERTS[1:], 72), (EXPERTS[:1], 36)], ids=str)
 def test_square_experts_alone_are_refused(targets, intermediate_size, how, tmp_path):
-    """With as many inputs as outputs the shapes tell nothing: the wrong way round they would load all the same."""
+    """Factors of square stacks have the same shapes in both layouts, and would load although they are exchanged."""
     ours, stock, trained = expert_pair(targets, intermediate_size=intermediate_size)
     trained.save_pretrained(tmp_path / "square")
     with pytest.raises(ValueError, match="as many inputs as outputs"):
         load(ours, tmp_path / "square", how)
     with pytest.raises(ValueError, match="adapt both stacks, gate_up_proj and down_proj"):
         adapted(ours, target_parameters=targets)
-    # Beside a pair that is not square the square one is no question.
+    # If another stack of the adapter is not square, its factors show the layout.
     both = adapted(stock, target_modules=["v_proj"], target_parameters=EXPERTS)
     check_loads(both, ours, tmp_path / "both", how, inputs_of(TEXT))
 
 
 @pytest.mark.parametrize("rank", [4, 3, 5])
 def test_adapters_of_experts_swap_for_the_same_layout_and_rank(rank, tmp_path):
-    """peft's hotswap, by its own function and by transformers', which turns stock's round before."""
+    """peft's hotswap refuses factors of stock; transformers' `load_adapter(hotswap=True)` exchanges them first."""
     ours, stock = pair(TEXT)
-    # No `rank_pattern`: of two ranks the function gives all layers one scale, on stock models too.
+    # All layers have one rank: with several, peft gives all of them the same scale, on stock models, too.
     options = dict(target_modules=["v_proj"], target_parameters=EXPERTS[1:])
     first, second = adapted(ours, **options), adapted(ours, seed=5, r=rank, **options)
     of_stock = adapted(stock, seed=7, **options)
@@ -234,7 +233,7 @@ def test_multimodal_adapter_on_the_text_model(targets, how, tmp_path, caplog):
 def test_adapter_of_a_head_on_the_base_model_and_back(case, how, tmp_path):
     ours = case.make()
     inputs = inputs_of(case)
-    trained = adapted(ours, task_type=None, target_modules=LINEAR)  # peft has no base models for CAUSAL_LM
+    trained = adapted(ours, task_type=None, target_modules=LINEAR)  # CAUSAL_LM needs a model with a head
     trained.save_pretrained(tmp_path / "head")
     with torch.no_grad():
         base = copy.deepcopy(ours).model
@@ -304,7 +303,7 @@ def test_adapter_of_another_base_is_refused(kind, how, tmp_path):
     options = {"target_parameters": EXPERTS[1:]} if "experts" in kind else {}
     config = stock_text_config(**{"num_experts_per_tok": 2, **SHALLOW, **overrides})
     other = draw(transformers.Llama4ForCausalLM, config)
-    if "experts" in kind:  # trained on ours, so that its layout is ours
+    if "experts" in kind:  # trained on our class, so that factors have our layout
         other = TEXT.make(**overrides)
     folder = adapter_of(tmp_path, other, **options)
     model, inputs = TEXT.make(), inputs_of(TEXT)
@@ -317,7 +316,7 @@ def test_adapter_of_another_base_is_refused(kind, how, tmp_path):
 
 @both_ways
 def test_a_file_that_lacks_a_tensor_is_refused(how, tmp_path):
-    """peft would draw it anew."""
+    """peft would initialize the missing tensor at random."""
     ours, _ = pair(DENSE)
     file = adapter_of(tmp_path, ours) / "adapter_model.safetensors"
     _, *others = load_file(file).items()
@@ -350,7 +349,7 @@ def test_other_methods_of_stock_give_the_same_logits(method, tmp_path):
 
 
 def test_all_linear_of_ours_on_stock(tmp_path):
-    """Where stock itself fails: its router is a linear layer that returns a pair."""
+    """On stock's class "all-linear" fails, since its router is a linear layer that returns a pair; ours loads there."""
     ours, stock = pair(MULTIMODAL)
     trained = adapted(ours, target_modules="all-linear")
     check_loads(trained, stock, tmp_path, "PeftModel", inputs_of(MULTIMODAL))
@@ -358,7 +357,7 @@ def test_all_linear_of_ours_on_stock(tmp_path):
 
 @pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "w1", "w2", "w3"], ["gate", "v_proj"]], ids=str)
 def test_names_of_mixtrals_layers_mean_what_peft_makes_of_them_on_stock(targets, tmp_path):
-    """Experts and routers, too, under their names of transformers 4."""
+    """peft converts the names that transformers 4 has for experts and routers, for our Mixtral as for stock's."""
     ours, stock = pair(MIXTRAL)
     shapes = []
     for name, source, target in (("stock", stock, ours), ("ours", ours, stock)):
@@ -371,7 +370,7 @@ def test_names_of_mixtrals_layers_mean_what_peft_makes_of_them_on_stock(targets,
 
 @both_ways
 def test_layers_to_transform_on_stock_and_ours(how, tmp_path):
-    """peft passes over it for stacks of stock: such a file has layers that its config leaves out. Ours load there."""
+    """For stacks of stock peft ignores `layers_to_transform`, so that files have more layers than the config names."""
     ours, stock = pair(MIXTRAL)
     options = dict(target_modules=["v_proj"], target_parameters=EXPERTS, layers_to_transform=[1])
     adapted(stock, **options).save_pretrained(tmp_path / "stock")
@@ -397,7 +396,7 @@ TARGETS = dict(target_modules="all-linear", target_parameters=EXPERTS)
 def test_an_adapter_of_a_whole_is_not_loaded_on_a_part_nor_the_other_way_round(
     trained_on, loaded_on, how, tmp_path
 ):
-    """It changes layers that the other class has by other names: the class that it was trained on is needed."""
+    """The adapter changes layers that have other names in the other class: only its own class can load it."""
     whole = MULTIMODAL.make() if "LlamoeForConditionalGeneration" in (trained_on, loaded_on) else TEXT.make()
     whole.save_pretrained(tmp_path / "model")
     trained, other = (
@@ -433,7 +432,7 @@ def test_adapters_of_single_experts_that_transformers_4_trained(tmp_path):
 
 
 def test_an_adapter_of_the_other_layout_is_refused(tmp_path):
-    """Factors the other way round, as of experts that lie input-first for peft."""
+    """The factors are exchanged, as for experts that are input-first."""
     ours, _ = pair(MIXTRAL)
     adapted(ours, target_modules=["v_proj"], target_parameters=EXPERTS).save_pretrained(tmp_path)
     weights = load_file(tmp_path / "adapter_model.safetensors")
