@@ -1,4 +1,4 @@
-"""From pictures and prompts to tokens: transformers' own Llama 4 processor, and our thin one, which gives the same."""
+"""Our processor makes the same tokens and pixels of prompts and pictures as transformers' Llama 4 processor."""
 
 import os
 
@@ -32,7 +32,7 @@ def picture(height, width, seed=0):
     ("height", "width", "tiles"), [(80, 100, 1), (336, 337, 1 * 2 + 1), (500, 700, 2 * 3 + 1)]
 )
 def test_a_tile_has_as_many_tokens_as_our_config_says(height, width, tiles):
-    """A picture of several tiles is followed by one tile with the whole."""
+    """A picture in several tiles has one more tile, with the whole picture."""
     processor = make_processor(size=336)
     inputs = processor(text="<|image|> what ?", images=picture(height, width), return_tensors="pt")
     vision = llamoe.preset("llama-4-scout").vision_config
@@ -43,7 +43,7 @@ def test_a_tile_has_as_many_tokens_as_our_config_says(height, width, tiles):
     assert inputs.keys() == {"input_ids", "attention_mask", "pixel_values"}
 
 
-# Our thin processor
+# Our processor
 
 BATCHES = {
     "one_picture": (["<|image|> what is this ?"], [(40, 50)]),
