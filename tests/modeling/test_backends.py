@@ -88,7 +88,7 @@ def test_experts_implementation_is_taken(case, name, when, calls, tmp_path):
 
 
 def test_stock_does_not_choose_our_experts():
-    """A config from stock's class says "eager", which is slow; our class chooses its own implementation all the same."""
+    """A config from stock's class says "eager", which is slow; our class chooses its own implementation."""
     stock = transformers.Llama4ForCausalLM(stock_text_config())
     assert stock.config._experts_implementation == "eager"
     for config in (stock.config, llamoe.from_stock(stock.config)):
