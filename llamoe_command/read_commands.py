@@ -52,7 +52,7 @@ def inspect(
     ] = None,
     bits: Annotated[
         int | None,
-        typer.Option(help="For --plan: bits of a plain weight, 32 or 16. The default is that of the files."),
+        typer.Option(help="For --plan: bits of a weight, 32, 16, 8 or 4. The default is that of the files."),
     ] = None,
     quantization: Annotated[
         str | None,

@@ -88,6 +88,7 @@ def plan_placement(
     ram: int | str | None = None,
     bits: int | None = None,
     quantization: QuantizationConfig | str | None = None,
+    disk: bool = True,
     context: int | None = None,
     batch: int = 1,
     prefill: int | None = None,
@@ -113,9 +114,11 @@ def plan_placement(
             memory that is free now.
         gpu_memory: memory of each accelerator if `gpus` is a number; bytes, or a text like "24GB".
         ram: bytes of RAM, or a text like "64GB"; None takes the RAM of this machine that is free now.
-        bits: bits of a plain weight: 32 or 16. None takes the dtypes of the folder's files, or 16 bits without files.
+        bits: bits of a weight: 32 or 16; 8 for "int8" or 4 for "int4:64", which take as many bytes as bitsandbytes'
+            formats. None takes the dtypes of the folder's files, or 16 bits without files.
         quantization: one of llamoe's formats, in place of `bits`: a `QuantizationConfig`, or "int8", "int4", or
-            "int4:128" for groups of 128 inputs. bitsandbytes' 4 bits take about as many bytes as "int4:64".
+            "int4:128" for groups of 128 inputs.
+        disk: whether weights may stay on disk.
         context: tokens of prompt and answer in the KV cache; by default 8192, or the model's limit if that is lower.
         batch: rows in the KV cache.
         prefill: most tokens of the prompt in one forward pass; by default all.
@@ -137,6 +140,8 @@ def plan_placement(
         ValueError: an argument is wrong, or the model does not fit on these devices; the message has the sizes.
     """
     source, packing = read_source(model), as_quantization(quantization)
+    if packing is None and bits in (8, 4):
+        packing, bits = as_quantization("int8" if bits == 8 else "int4:64"), None
     config, sizes = source.config, sizes_of(source, bits, packing)
     bandwidths = bandwidths or Bandwidths()
     room = _room(gpus, gpu_memory, ram, bytes_of("headroom", headroom))
@@ -167,7 +172,7 @@ def plan_placement(
         cache = (context, batch, prefill)
         return plan_nodes(source.model, sizes, nodes, len(room) - 1, gpu_sizes.pop(), training, cache)
     placement = choose(sizes, room)
-    if placement is None:
+    if placement is None or (not disk and "disk" in placement.weights()):
         parts = {"weights": sum(unit.weights for unit in sizes.units), "routed experts": sizes.experts}
         parts[f"a KV cache of {context} tokens in {batch} rows"] = sum(unit.cache for unit in sizes.units)
         takes = ", ".join(f"{part} {size / GB:.1f}" for part, size in parts.items())

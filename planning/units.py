@@ -110,10 +110,10 @@ def sizes_of(source: Source, bits: int | None, quantization: QuantizationConfig 
         ValueError: `bits` is another number; both arguments are given, or one for weights that are quantized already;
             quantized weights without files; or the format cannot store one of the weights.
     """
-    if bits is not None and bits not in _DTYPES:
-        raise ValueError(f"bits={bits!r}: choose 32 or 16; quantization plans formats of 8 and 4 bits.")
     if bits is not None and quantization is not None:
         raise ValueError(f"bits={bits} and quantization={quantization.weights!r}: give only one of them.")
+    if bits is not None and bits not in _DTYPES:
+        raise ValueError(f"bits={bits!r}: choose 32, 16, 8 or 4.")
     if source.quantization and (bits or quantization):
         raise ValueError("This model is quantized already: leave bits and quantization out.")
     if source.quantization and source.stored is None:

@@ -79,6 +79,19 @@ def test_bytes_of_each_device_are_those_of_a_real_model(case, gpus, bits):
     assert {*devices, "disk"} <= seen
 
 
+def test_bits_name_a_format_and_the_disk_may_be_left_out():
+    machine = dict(gpus=1, gpu_memory="24GB", ram="64GB", context=40)
+    for bits, form in ((8, "int8"), (4, "int4:64")):
+        plan = plan_placement("mixtral-8x7b", bits=bits, **machine)
+        assert plan == plan_placement("mixtral-8x7b", quantization=form, **machine)
+    machine |= dict(bits=4, gpu_memory="12GB", ram="16GB")
+    assert "disk" in plan_placement("mixtral-8x7b", **machine).weights
+    with pytest.raises(ValueError, match="does not fit"):
+        plan_placement("mixtral-8x7b", disk=False, **machine)
+    with pytest.raises(ValueError, match="only one"):
+        plan_placement("mixtral-8x7b", quantization="int4", **machine)
+
+
 def test_experts_are_offloaded_before_layers():
     """With less and less memory the experts of one layer leave the accelerator, then all experts, then layers."""
     rest, experts = split_bytes(TEXT.make())
