@@ -1,4 +1,4 @@
-"""`llamoe quantize`: the bits that a quantized model saves, from any source, a block at a time, and back to 16 bit."""
+"""`quantize` writes the bits that a quantized model saves, one block at a time, and `convert` unpacks them."""
 
 import json
 import shutil
@@ -19,7 +19,7 @@ from llamoe.conversion.hf.packed_weights import pack_tensors
 from llamoe.conversion.io.lazy_tensor import blocks
 from llamoe.modeling import formats
 
-# Outputs are multiples of 16 and inputs of 32, as the formats want them.
+# The formats need outputs in multiples of 16 and inputs in multiples of 32.
 SIZES = dict(
     vocab_size=102,
     hidden_size=128,
@@ -53,7 +53,7 @@ MODELS = {
     "tied": lambda: dense(tie_word_embeddings=True),
     "balanced": lambda: text(router_balancing="bias"),
     "biases": lambda: text(attention_bias=True),
-    # In other dtypes than bfloat16.
+    # Saved in another dtype than bfloat16.
     "float32": text,
     "float16": text,
     "pictures": lambda: draw(llamoe.LlamoeForConditionalGeneration, multimodal_config(**SIZES, **TEXT)),
@@ -62,7 +62,7 @@ MODELS = {
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Gives for a name the folder of that model, which is not to be changed, and its class."""
+    """Return a function that gives the folder and the class of a model; tests do not change the folder."""
 
     @cache
     def save(name):
@@ -79,7 +79,7 @@ def saved(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def packed(saved, tmp_path_factory):
-    """Gives the folder that `quantize` makes of one of these; not to be changed either."""
+    """Return a function that gives the folder that `quantize` makes of one of them; tests do not change it."""
 
     @cache
     def pack(name, to):
@@ -184,7 +184,7 @@ def test_a_block_is_one_expert_which_is_read_and_packed_once(name, saved, monkey
             assert len(blocks(part)) == len(ranges)
             for rows in blocks(part):
                 part.read(*rows)
-            # The small parts were kept when the codes were read.
+            # Scales were kept when the codes were read, so that nothing is read twice.
             assert reads == expected and len(packed) == len(expected)
 
 
@@ -209,7 +209,6 @@ def test_weights_that_are_no_numbers_are_refused(to, value, saved, tmp_path):
         (dict(to="int8", linears=False), "no weights of a decoder"),
         (dict(to="int4", keep=["o_pro"]), "keep = 'o_pro': no module of the model"),
         (dict(to="int4", keep=["("]), r"keep = '\('"),
-        (dict(to="int4", group_size=256), r"q_proj\.weight .*modules_to_not_convert"),
     ],
     ids=str,
 )

@@ -1,4 +1,4 @@
-"""Hugging Face folders in and out: shards, dtypes, layouts, experts stacked or one by one."""
+"""`convert` from and to Hugging Face folders: shards, dtypes, layouts, experts as stacks or one by one."""
 
 import json
 
@@ -48,7 +48,7 @@ def test_experts_are_split_and_stacked_bit_for_bit(case, tmp_path):
             for expert, matrix in enumerate(tensor):
                 assert torch.equal(parts[f"{stem}.{expert}.gate_proj.weight"], matrix[:, :inner].t())
                 assert torch.equal(parts[f"{stem}.{expert}.up_proj.weight"], matrix[:, inner:].t())
-    # Mixtral's files never have anything else, by other names.
+    # Files of Mixtral always have experts one by one, under other names.
     is_mixtral = case.stock_name.startswith("Mixtral")
     assert any("experts.0.w2.weight" in name for name in expected) == is_mixtral
     split = "experts.0.w2.weight" if is_mixtral else "experts.0.down_proj.weight"
@@ -109,7 +109,7 @@ def test_tied_head_is_dropped_with_its_reason(tmp_path):
     report = convert(tmp_path / "model", tmp_path / "out")
     assert list(report.dropped) == ["lm_head.weight"]
     assert_same_weights(tensors_in(tmp_path / "out"), state)
-    # In another dtype, and with other numbers.
+    # A head in another dtype or with other numbers is no copy of the embedding.
     for other in (state["model.embed_tokens.weight"].half(), state["model.embed_tokens.weight"] + 1):
         save_file({**state, "lm_head.weight": other}, tmp_path / "model/model.safetensors")
         with pytest.raises(CheckpointError, match=r"lm_head\.weight: .*tie_word_embeddings"):

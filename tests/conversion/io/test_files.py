@@ -1,4 +1,4 @@
-"""Weight files open without their numbers and give the tensors that were saved, or say what is wrong."""
+"""Files of weights open without reading the numbers, give the tensors that were saved, or name what is damaged."""
 
 import io
 import json
@@ -35,7 +35,7 @@ TENSORS = {
 
 
 def same(given, expected):
-    """Compare bytes: torch compares no float8."""
+    """Return True for equal dtype, shape and bytes; torch cannot compare float8."""
     given_bytes, expected_bytes = (
         each.contiguous().flatten().view(torch.uint8) for each in (given, expected)
     )
@@ -44,7 +44,7 @@ def same(given, expected):
 
 
 def test_torch_file_gives_every_tensor(tmp_path):
-    """Strided ones and parts of a shared storage, too, as in old files of Meta."""
+    """Strided tensors and parts of one storage, as in old files of Meta, are read, too."""
     torch.save(TENSORS, tmp_path / "x.pth")
     given, others = open_weights(tmp_path / "x.pth")
     assert others == {}
@@ -83,7 +83,7 @@ def test_tensors_are_unwrapped(tmp_path, wrap):
 
 
 def test_rows_of_a_transposed_stack_are_read_alone(tmp_path, monkeypatch):
-    """Else a stack of experts that was saved as a view would be read whole for every expert."""
+    """Of a stack that was saved as a transposed view, an expert's bytes are read alone."""
     stack = torch.randn(6, 5, 8).transpose(1, 2)
     torch.save({"x": stack}, tmp_path / "x.pth")
     tensor = open_pickle(tmp_path / "x.pth")[0]["x"]
@@ -106,7 +106,7 @@ def test_file_that_shrinks_while_it_is_read_names_the_tensor(tmp_path):
 
 @pytest.mark.skipif(not os.path.exists("/proc/meminfo"), reason="reads the size of memory from /proc/meminfo")
 def test_file_larger_than_memory_opens(tmp_path):
-    """A stack of experts can be larger than a laptop's memory; the file here is a hole."""
+    """Rows of a tensor that is larger than memory can be read; the file is a hole."""
     memory = 1024 * int(re.search(r"MemTotal: +(\d+)", Path("/proc/meminfo").read_text())[1])
     rows = 2 * memory // 2**20
     path = tmp_path / "x.safetensors"

@@ -1,4 +1,4 @@
-"""Meta's params.json and our configurations, and every published size through the tables without a number."""
+"""Meta's params.json and our configurations say the same, for every published size."""
 
 import json
 import random
@@ -27,7 +27,7 @@ LLAMAS = [name for name in PRESETS if name.startswith("llama")]
 
 
 class Shape(LazyTensor):
-    """A tensor of which nothing but the shape exists."""
+    """A tensor with a shape and no numbers."""
 
     def __init__(self, name, shape):
         super().__init__(shape, torch.bfloat16, f"shapes: {name}")
@@ -76,7 +76,7 @@ def test_eight_files_of_llama_4_have_the_shapes_of_the_releases(name, experts):
     assert {key: part[key].shape for key in expected} == expected
 
 
-# The released files, as far as they are public: numbers that the tensors do not show.
+# Public entries of the released params.json that the tensors do not show.
 RELEASED = {
     "llama-7b": dict(dim=4096, multiple_of=256, n_heads=32, n_layers=32, norm_eps=1e-6),
     "llama-33b": dict(dim=6656, multiple_of=256, n_heads=52, n_layers=60, norm_eps=1e-6),
@@ -114,7 +114,7 @@ def test_a_published_configuration_survives_params_json(name):
 
 
 def test_any_hidden_size_has_parameters_that_give_it():
-    """By Meta's formulas, for sizes at random and some that are awkward."""
+    """The parameters written for random and awkward hidden sizes give these sizes by Meta's formulas."""
     numbers = random.Random(0)
     cases = [(72, 92, 52), (64, 1, 1), (64, 997, 1499), (40, 1000, 7), (6, 101, 103), (5120, 16384, 8192)]
     for _ in range(30):
@@ -163,7 +163,7 @@ def test_scaled_rotary_embeddings_have_metas_own_defaults():
     assert (llama_3["factor"], llama_3["high_freq_factor"]) == (8.0, 4.0)
 
 
-# Sizes in params.json of the releases, and the factor of their published configurations.
+# Sizes in the released params.json, and the factor in the published configurations.
 LLAMA_3 = {
     "3.2-1B": (dict(dim=2048, n_layers=16, n_heads=32, n_kv_heads=8, ffn_dim_multiplier=1.5), 32.0),
     "3.2-3B": (dict(dim=3072, n_layers=28, n_heads=24, n_kv_heads=8, ffn_dim_multiplier=1.0), 32.0),
@@ -181,7 +181,7 @@ def test_llama_3_scales_as_its_published_configuration_and_both_ways(name):
     for given in (8.0, 16.0, 32.0):
         config.rope_parameters["factor"] = given
         params, _ = write_params(config, 3)
-        # Meta's code has 8 for all.
+        # Meta's code uses 8 for all.
         assert params.get("rope_scaling_factor", 8.0) == given and needs_own_scaling(params) == (given != 8.0)
         again = read_config(Params.of(params, "params.json"), 3)
         assert again.rope_parameters == config.rope_parameters
@@ -189,7 +189,7 @@ def test_llama_3_scales_as_its_published_configuration_and_both_ways(name):
 
 @pytest.mark.parametrize("has_head", [True, False])
 def test_the_head_of_llama_32_is_its_embedding_stored_twice_or_once(has_head, tmp_path):
-    """Files of the published size, by which Llama 3.2 is known, have holes for weights."""
+    """Llama 3.2 is recognised by its size, so these files have the published one, with holes for weights."""
     params = LLAMA_3["3.2-1B"][0] | dict(multiple_of=256, norm_eps=1e-5, rope_theta=5e5, vocab_size=128256)
     (tmp_path / "params.json").write_text(json.dumps(params | {"use_scaled_rope": True}))
     config = read_config(Params.of(params, ""), 3)

@@ -1,4 +1,4 @@
-"""Tokenizers that get tokens for pictures, and the processor in front of a multimodal model."""
+"""Tokenizers that are extended by tokens for pictures, and the processors that are made of them."""
 
 import json
 
@@ -45,7 +45,7 @@ def multimodal(vocabulary, ids, **vision):
 
 
 def llama_4():
-    """Meta's file with bytes alone as ranks, and a configuration for it."""
+    """Return a file of Meta's with the 256 bytes as ranks, and a configuration for it."""
     ids = {"<|image_start|>": RANKS + 80, "<|image_end|>": RANKS + 81, "<|patch|>": RANKS + 92}
     return rank_table(), multimodal(RANKS + 2048, ids)
 
@@ -80,7 +80,7 @@ def test_old_texts_keep_their_ids(context, model, size, tmp_path):
 
 
 def test_a_tokenizer_of_transformers_own_class_is_extended(model, size, tmp_path):
-    """`LlamaTokenizer` makes its own steps at load; its folders stay its own."""
+    """A folder of transformers' `LlamaTokenizer` still loads as that class after it was extended."""
     from transformers import LlamaTokenizer
 
     source = write_files(tmp_path / "source", {"tokenizer.model": model})
@@ -105,7 +105,7 @@ def test_tokens_that_exist_keep_their_ids():
     assert json.loads(files["tokenizer.json"]) == json.loads(before["tokenizer.json"])
     files, ids = extended(before, ["<new>", "<|patch|>", "<new>"])
     assert ids == {"<new>": RANKS + 2048, "<|patch|>": RANKS + 92}
-    # A row of the embedding whose token tokenizer.model does not have.
+    # tokenizer.model has no token for the last row of the embedding.
     with pytest.raises(CheckpointError, match="vocab_size is 2305"):
         conversion.meta_tokenizer_file(files, dense(RANKS + 2049))
 

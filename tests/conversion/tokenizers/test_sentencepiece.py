@@ -1,4 +1,4 @@
-"""The tokenizer of LLaMA 1 and 2, through AutoTokenizer, against SentencePiece itself."""
+"""AutoTokenizer gives the ids of SentencePiece for LLaMA 1 and 2, and the conversations of Meta's code."""
 
 import json
 import random
@@ -24,7 +24,7 @@ VOCABULARY = 711
 
 @cache
 def train(**options):
-    """Train a model on words, and on what is no word."""
+    """Train a model on words, signs and blanks."""
     ends = ["!", "  x", "\tq", "    def f(x):", " 世界 é", " aaaa aaa aaaaaa", " hello </s>"]
     lines = [line + ends[number % 7] for number, line in enumerate(some_lines(500, 1200))]
     return sentencepiece_model(lines, VOCABULARY, **options)
@@ -49,7 +49,7 @@ def config_of(context=4096, vocabulary=VOCABULARY):
 
 @pytest.mark.parametrize(("layout", "context"), [("stock", 4096), (None, 2048)], ids=["llama", "llamoe"])
 def test_loaded_ids_equal_sentencepiece(context, layout, model, reference, tmp_path):
-    """Under Llama 2, whose template names bos and eos in its text, special tokens are text on request."""
+    """With `split_special_tokens`, Llama 2's tokenizer reads special tokens in a text as text."""
     config = config_of(context)
     files = conversion.hf_files_from_meta(model, config)
     folder = write_files(tmp_path / "folder", files, config, layout)
@@ -135,7 +135,7 @@ TAGS = ["[INST]", "[/INST]", "<<SYS>>", "<</SYS>>"]
 
 
 def meta_dialog(reference, dialog):
-    """Ids of a chat as facts about Meta's code say, through SentencePiece alone; and 1 for each of an answer."""
+    """Return a chat's ids by the rules of Meta's code, from SentencePiece; and marks, 1 for tokens of answers."""
     if dialog[0]["role"] == "system":
         system = "<<SYS>>\n" + dialog[0]["content"] + "\n<</SYS>>\n\n"
         dialog = [{"role": "user", "content": system + dialog[1]["content"]}, *dialog[2:]]
@@ -144,7 +144,7 @@ def meta_dialog(reference, dialog):
     for question, answer in zip(dialog[::2], dialog[1::2], strict=False):
         asked = f"[INST] {question['content'].strip()} [/INST]"
         ids += [bos, *reference.encode(f"{asked} {answer['content'].strip()} "), eos]
-        # The blank before an answer is joined to its first word.
+        # The blank before an answer belongs to the token of its first word.
         marks += [0, *(0 for _ in reference.encode(asked))]
         marks += [1] * (len(ids) - len(marks))
     if len(dialog) % 2:
@@ -193,7 +193,7 @@ def test_llama_2_chat_equals_metas_and_marks_what_the_model_writes(name, chat, r
 
 CALL = {"type": "function", "function": {"name": "f", "arguments": {}}}
 HELLO = turns("hello")
-# What both Meta's and Mistral AI's code refuses: words of the error, and a conversation.
+# Words of the error, and a conversation that Meta's and Mistral AI's code refuse.
 REFUSED = [
     *(("holds [INST], which", turns(*texts)) for texts in (["hello [INST]"], ["hello", "x[INST]", "y"])),
     ("holds [/INST], which", turns("hello [/INST] b")),
@@ -206,7 +206,7 @@ REFUSED = [
     ("message 2 ", [*HELLO, {"role": "assistant", "content": "", "tool_calls": [CALL]}]),
     ("message 2 ", [*HELLO, {"role": "tool", "content": "x"}]),
 ]
-# Llama 2's tags of a system message are none of Mistral's.
+# Llama 2's template refuses its own tags in a message, among which are those of a system message.
 OF_LLAMA_2 = [(f"holds {tag}", turns(f"hello {tag}")) for tag in TAGS]
 TEMPLATES = {"llama 2": None, "mistral 1": mistral(1), "mistral 7": mistral(7)}
 
@@ -254,7 +254,7 @@ def test_wrong_files_are_named(model):
 
 
 def test_truncation_anywhere_is_an_error(model):
-    """A cut at a border of fields is valid for protobuf; pieces come first, so that settings are then missing."""
+    """protobuf reads a file that is cut between two fields; the settings at its end are missing then."""
     settings = len(messages.ModelProto.FromString(model).normalizer_spec.SerializeToString())
     generator = random.Random(1)
     for length in [1, 2, 17, *(generator.randrange(3, len(model) - settings) for _ in range(60))]:

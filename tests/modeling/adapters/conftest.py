@@ -1,4 +1,4 @@
-"""Leave out the model card that peft writes with each adapter: it takes half of the time of saving."""
+"""These tests save adapters hundreds of times; writing peft's model card takes half of that time."""
 
 import pytest
 from peft import PeftModel

@@ -1,4 +1,4 @@
-"""Pictures are read from files of the usual formats, upright, and other files are refused."""
+"""`read_picture` reads the usual formats, upright, as transformers does, and refuses all other files."""
 
 import base64
 import io
@@ -22,7 +22,7 @@ from transformers.image_utils import load_image  # noqa: E402
 from llamoe.modeling.processing.pictures import PictureError  # noqa: E402
 
 ORIENTATION = 0x112
-# Kind of file: the picture in it, and how it is written.
+# File name to the mode of the picture, its format, and options of writing.
 KINDS = {
     "rgb.png": ("RGB", "PNG", {}),
     "rgb.jpg": ("RGB", "JPEG", {}),
@@ -62,23 +62,24 @@ def test_every_kind_as_transformers_reads_it(kind, tmp_path):
 @pytest.mark.parametrize("orientation", range(1, 9))
 @pytest.mark.parametrize("file_format", ["JPEG", "PNG", "WEBP"])
 def test_photos_are_turned_upright(orientation, file_format, tmp_path):
-    """A photo whose EXIF data says which side is up is turned upright."""
+    """EXIF says which side of the stored pixels is up; the picture is turned accordingly."""
     exif = Image.Exif()
     exif[ORIENTATION] = orientation
     upright = drawn("RGB")
-    turns = {2: 0, 3: 3, 4: 1, 5: 5, 6: 2, 7: 6, 8: 4}  # PIL's operation that undoes each orientation
+    # The operation of PIL that undoes each orientation.
+    turns = {2: 0, 3: 3, 4: 1, 5: 5, 6: 2, 7: 6, 8: 4}
     stored = upright if orientation == 1 else upright.transpose(Image.Transpose(turns[orientation]))
     path = tmp_path / "photo"
     options = {"quality": 100} if file_format == "JPEG" else {"lossless": True}
     path.write_bytes(encode(stored, file_format, exif=exif.tobytes(), **options))
     picture = llamoe.read_picture(path)
     assert picture.size == (60, 40)
-    # JPEG changes this smooth picture by a few steps; a wrong rotation changes it by a hundred and more.
+    # JPEG changes this smooth picture by a few steps of 255, a wrong turn by more than 100.
     assert abs(pixels(picture) - pixels(upright)).max() <= (12 if file_format == "JPEG" else 0)
     if orientation > 1 and picture.size == stored.size:
         assert abs(pixels(stored) - pixels(upright)).max() > 100
     assert np.array_equal(pixels(picture), pixels(load_image(str(path))))
-    # The EXIF data that is left does not turn it again.
+    # The EXIF data that remain do not say to turn it again.
     assert np.array_equal(pixels(ImageOps.exif_transpose(picture)), pixels(picture))
 
 
@@ -97,10 +98,11 @@ def test_of_several_frames_the_first(file_format, tmp_path):
     with Image.open(path) as opened:
         assert opened.n_frames == 3
     difference = abs(pixels(llamoe.read_picture(path)) - pixels(frames[0])).max()
-    assert difference <= {"GIF": 60, "MPO": 24}.get(file_format, 0)  # GIF has a palette, MPO is JPEG
+    # GIF has a palette, and MPO is JPEG.
+    assert difference <= {"GIF": 60, "MPO": 24}.get(file_format, 0)
 
 
-# Refused files
+# What is refused
 
 
 EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 60 40\n%%EndComments\n(pwned) print\nshowpage\n%%EOF\n"
@@ -108,7 +110,7 @@ EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 60 40\n%%EndComments\n(pwned
 
 @pytest.mark.parametrize("name", ["picture.eps", "picture.png", "picture.jpg", "picture"])
 def test_no_other_program_is_started(name, tmp_path, monkeypatch):
-    """Pillow chooses by content: for an EPS under any name it would start Ghostscript."""
+    """Pillow recognises EPS by its content, under any name, and would start Ghostscript, which runs programs."""
     monkeypatch.setattr(EpsImagePlugin, "Ghostscript", lambda *_, **__: pytest.fail("Ghostscript was called"))
     path = tmp_path / name
     path.write_bytes(EPS)
@@ -132,7 +134,7 @@ def test_rare_formats_are_refused_by_name(file_format, tmp_path):
 
 
 def claims(width, height):
-    """Return a PNG of a few bytes that claims to have this size."""
+    """Return a PNG of a few bytes whose header gives this size."""
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(bytes(99)))
 
@@ -159,7 +161,8 @@ def test_what_is_no_file(tmp_path):
     cases = {
         tmp_path / "none.png": "no such picture",
         tmp_path: "no such picture",
-        tmp_path / "pipe": "no such picture",  # to open it would wait for ever
+        # Opening a pipe would wait for ever.
+        tmp_path / "pipe": "no such picture",
         tmp_path / "empty.png": "is not a picture",
         "a\0b": "no such picture",
     }
@@ -170,7 +173,7 @@ def test_what_is_no_file(tmp_path):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_damaged_files_are_read_or_refused_in_a_sentence(kind):
-    """A file that is cut short, or has flipped bits, gives a picture, or a `PictureError` with the reason."""
+    """Files that are cut short or have flipped bits give a picture or a `PictureError`."""
     mode, file_format, options = KINDS[kind]
     content = encode(drawn(mode), file_format, **options)
     choose = random.Random(kind)
