@@ -1,3 +1,6 @@
-"""The plugin with which vLLM serves llamoe's models; `vllm_plugin` is the only file."""
+"""Serve llamoe's models by other programs.
+
+Reading order: vllm_plugin (a plugin, which vLLM imports).
+"""
 
 __all__ = []

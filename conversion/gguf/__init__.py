@@ -4,4 +4,4 @@ Reading order: blocks (tensors whose numbers lie in blocks of a type), header, c
 tokenizer, model.
 """
 
-from .model import is_gguf, open_gguf
+from .model import open_gguf

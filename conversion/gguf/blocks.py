@@ -1,30 +1,30 @@
-"""Dequantize the tensors of a GGUF file as lazy tensors, by the package gguf.
+"""Dequantize matrices in the types of GGUF files, by the package gguf.
 
-A row of a tensor is a row of blocks, each of 32 or 256 numbers. Rows are permuted, and experts chosen, as bytes. The
-types Q4_0, Q4_1 and Q4_K have codes of 4 bits with a scale and a smallest value for each 32 numbers, as int4 has: their
-codes are taken over as they are.
+A row of a matrix is a row of blocks, each of 32 or 256 numbers. Blocks of Q4_0, Q4_1 and Q4_K have codes of 4 bits, and
+for each 32 numbers a scale and a smallest value, as int4 in groups of 32 has. So int4 keeps their codes.
 
-Shapes: O outputs, I inputs, G groups of 32 inputs.
+Shapes: O outputs, I inputs, G groups of 32 inputs, B blocks.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from ...configuration.errors import CheckpointError
 from ...modeling.formats import Format, Int4
-from ...modeling.formats.packed import int4_of
-from ..io import LazyTensor
+from ...modeling.formats.packed import pack_for, scales_for
+
+PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
+"""Dtypes of the types that are not quantized."""
 
 _GROUP = 32
-# Numbers that are dequantized at a time.
+# Dequantize so many numbers at a time, since float32 needs a lot of memory.
 _AT_ONCE = 1 << 22
 
 
 def library(path: Any) -> Any:
-    """Import the package gguf; `path` is a file that needs it."""
+    """Import the package gguf; an error names `path`, the file that needs it."""
     try:
         import gguf
     except ImportError as error:
@@ -34,99 +34,76 @@ def library(path: Any) -> Any:
     return gguf
 
 
-class Blocks(LazyTensor):
-    """The dequantized values of a block-quantized tensor of two or more axes.
+def size_of_block(kind: str) -> tuple[int, int]:
+    """Return how many numbers and how many bytes a block of a type has."""
+    gguf = library(kind)
+    return gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
 
-    Attributes:
-        stored: its bytes, `[..., bytes of a row]` uint8.
-        kind: type of the blocks.
-    """
 
-    def __init__(self, stored: LazyTensor, kind: Any, dtype: torch.dtype):
-        numbers, nbytes = library(stored.origin).GGML_QUANT_SIZES[kind]
-        super().__init__((*stored.shape[:-1], stored.shape[-1] // nbytes * numbers), dtype, stored.origin)
-        self.stored, self.kind = stored, kind
+class GgufLayout:
+    """The layout of matrices in GGUF files: a matrix is one tensor, by the name of its type, such as "Q4_K"."""
 
-    def with_rows(self, change: Callable[[LazyTensor], LazyTensor]) -> "Blocks":
-        """View the result of a function of the bytes that keeps rows whole."""
-        return Blocks(change(self.stored), self.kind, self.dtype)
+    def weight_of(self, tensors: Mapping[str, torch.Tensor], sizes: Any, dtype: torch.dtype) -> torch.Tensor:
+        """Return a matrix dequantized, `[O, I]`; one of a plain type as it is."""
+        [(kind, stored)] = tensors.items()
+        if kind in PLAIN:
+            return stored
+        gguf, weight = library(kind), torch.empty(sizes, dtype=dtype)
+        step = max(_AT_ONCE // sizes[1], 1)
+        for rows, target in zip(stored.split(step), weight.split(step), strict=True):
+            target.copy_(torch.from_numpy(gguf.dequantize(rows.numpy(), gguf.GGMLQuantizationType[kind])))
+        return weight
 
-    def row(self, index: int) -> "Blocks":
-        """View one index of the first axis, as a tensor without that axis."""
-        return self.with_rows(lambda stored: stored.row(index))
+    def parts_of(
+        self, matrices: Sequence[Mapping[str, torch.Tensor]], sizes: Any, form: Format
+    ) -> list[torch.Tensor] | None:
+        """Return int4's parts with the codes of matrices of the same sizes, joined by rows.
 
-    def codes(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
-        """Return 4-bit codes `[O, I]`, and per group the scale and the weight of code 8, `[O, G]`.
-
-        Return None if the type has no codes that int4 can store.
+        Return None if `form` is not int4 in groups of 32, or if int4 cannot hold the codes of a type.
         """
-        if (read := _CODES.get(self.kind.name)) is None:
+        tensors = [(kind, stored) for matrix in matrices for kind, stored in matrix.items()]
+        is_int4 = isinstance(form, Int4) and form.group_size == _GROUP
+        if not is_int4 or any(kind not in _CODES for kind, _ in tensors):
             return None
-        blocks = self.stored.read().numpy().reshape(-1, library(self.origin).GGML_QUANT_SIZES[self.kind][1])
-        codes, *others = (torch.from_numpy(np.ascontiguousarray(each)) for each in read(blocks))
-        scale, offset = (each.view(self.shape[0], -1) for each in others)
-        return codes.view(self.shape), scale, offset
-
-    def _read(self, start, stop):
-        rows = self.stored.read(start, stop).flatten(0, -2)
-        result = torch.empty(len(rows), self.shape[-1], dtype=self.dtype)
-        step = max(_AT_ONCE // self.shape[-1], 1)
-        dequantize = library(self.origin).dequantize
-        for some, into in zip(rows.split(step), result.split(step), strict=True):
-            into.copy_(torch.from_numpy(dequantize(some.numpy(), self.kind)))
-        return result.view(self._piece_shape(start, stop))
+        rows = []
+        for kind, stored in tensors:
+            codes, *others = _CODES[kind](stored.view(-1, size_of_block(kind)[1]))
+            rows.append([codes.reshape(sizes), *(other.reshape(sizes[0], -1) for other in others)])
+        codes, scale, offset = (torch.cat(part) for part in zip(*rows, strict=True))
+        packed = pack_for(form, codes)
+        return [packed, scales_for(form, packed, scale, offset)]
 
 
-class Matrix(LazyTensor):
-    """Matrices of a linear layer or expert, joined by rows; int4 may reuse their codes."""
-
-    def __init__(self, matrices: list[LazyTensor], is_input_first: bool = False):
-        first = matrices[0]
-        shape = (sum(each.shape[0] for each in matrices), first.shape[1])
-        super().__init__(shape[::-1] if is_input_first else shape, first.dtype, first.origin)
-        self._matrices, self._is_input_first = matrices, is_input_first
-
-    def packed_as(self, form: Format) -> list[torch.Tensor] | None:
-        """Return the parts of a format with the same codes; None for other formats."""
-        if not isinstance(form, Int4) or form.group_size != _GROUP:
-            return None
-        parts = [each.codes() if isinstance(each, Blocks) else None for each in self._matrices]
-        if None in parts:
-            return None
-        return int4_of(*(torch.cat(each) for each in zip(*parts, strict=True)), form)
-
-    def _read(self, start, stop):
-        matrix = torch.cat([each.read() for each in self._matrices])
-        return (matrix.T if self._is_input_first else matrix)[start:stop]
+def _halves(blocks: torch.Tensor) -> torch.Tensor:
+    """Read bytes `[B, 2 n]` as float16, `[B, n]` in float32."""
+    return blocks.contiguous().view(torch.float16).float()
 
 
-def _halves(blocks: np.ndarray) -> np.ndarray:
-    return blocks.copy().view(np.float16).astype(np.float32)
-
-
-def _nibbles(blocks: np.ndarray) -> np.ndarray:
+def _nibbles(blocks: torch.Tensor) -> torch.Tensor:
     """Split bytes `[..., n]` into 4-bit codes `[..., 2, n]`: first all low halves, then all high."""
-    return np.stack((blocks & 15, blocks >> 4), -2)
+    return torch.stack((blocks & 15, blocks >> 4), -2)
 
 
-def _q4_0(blocks: np.ndarray) -> tuple[np.ndarray, ...]:
+def _q4_0(blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
     scale = _halves(blocks[:, :2])
-    return _nibbles(blocks[:, 2:]), scale, np.zeros_like(scale)
+    return _nibbles(blocks[:, 2:]), scale, torch.zeros_like(scale)
 
 
-def _q4_1(blocks: np.ndarray) -> tuple[np.ndarray, ...]:
-    scale, low = np.hsplit(_halves(blocks[:, :4]), 2)
+def _q4_1(blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    scale, low = _halves(blocks[:, :4]).split(1, 1)
     return _nibbles(blocks[:, 4:]), scale, low + 8 * scale
 
 
-def _q4_k(blocks: np.ndarray) -> tuple[np.ndarray, ...]:
-    of_scales, of_lows = np.hsplit(_halves(blocks[:, :4]), 2)
-    scales, lows = library("Q4_K").quants.Q4_K.get_scale_min(np.ascontiguousarray(blocks[:, 4:16]))
-    scale = of_scales * scales.astype(np.float32)
-    return _nibbles(blocks[:, 16:].reshape(-1, 32)), scale, 8 * scale - of_lows * lows.astype(np.float32)
+def _q4_k(blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    of_scales, of_lows = _halves(blocks[:, :4]).split(1, 1)
+    both = library("Q4_K").quants.Q4_K.get_scale_min(blocks[:, 4:16].contiguous().numpy())
+    scales, lows = (torch.from_numpy(part).float() for part in both)
+    scale = of_scales * scales
+    return _nibbles(blocks[:, 16:].reshape(-1, 32)), scale, 8 * scale - of_lows * lows
 
 
-_CODES: dict[str, Callable[[np.ndarray], tuple[np.ndarray, ...]]] = {
+# Functions from blocks `[B, bytes]` to codes, and per group of 32 numbers the scale and the value of code 8.
+_CODES: dict[str, Callable[[torch.Tensor], tuple[torch.Tensor, ...]]] = {
     "Q4_0": _q4_0,
     "Q4_1": _q4_1,
     "Q4_K": _q4_k,

@@ -1,7 +1,7 @@
 """Convert the keys of a GGUF file to a configuration.
 
-A key of the architecture that is not known here may change what the model computes, so it is refused. What llama.cpp
-takes for granted of Llama 4 is taken here, too: chunks of 8192 tokens, every fourth layer without rotation.
+A key that is not listed here is refused, since it may change what the model computes. Two facts of Llama 4 are in no
+key, and are assumed as llama.cpp assumes them: chunks of 8192 tokens, and every fourth layer without rotation.
 
 Source: `conversion/` and `src/models/llama.cpp`, `llama4.cpp` of ggml-org/llama.cpp.
 """
@@ -18,7 +18,6 @@ from ...configuration.errors import CheckpointError
 from ..consolidated import Params
 from .header import Tensor
 
-ARCHITECTURES = ("llama", "llama4")
 # Keys that are read here, or do not change what the model computes.
 _KNOWN = frozenset(
     "block_count context_length embedding_length feed_forward_length attention.head_count attention.head_count_kv "
@@ -33,114 +32,109 @@ _KNOWN = frozenset(
 def read_config(
     params: Params, tensors: Mapping[str, Tensor]
 ) -> LlamoeDenseConfig | LlamoeMixtralConfig | LlamoeTextConfig:
-    """Make a configuration from keys and tensors.
+    """Make a configuration from the keys and tensors of a file.
 
     Raises:
         CheckpointError: another architecture, a missing key, or one that may change what the model computes.
+        ValueError: a value is invalid.
     """
-    architecture = params.entries.get("general.architecture")
-    if architecture not in ARCHITECTURES:
-        params.reject("general.architecture", " or ".join(map(repr, ARCHITECTURES)))
+    keys, architecture = params.entries, params.entries.get("general.architecture")
+    if architecture not in ("llama", "llama4"):
+        params.reject("general.architecture", "'llama' or 'llama4'")
     prefix = f"{architecture}."
-    for name, value in params.entries.items():
+    for name, value in keys.items():
         key = name.removeprefix(prefix)
-        if key == name or key in _KNOWN or not value or (key, value) == ("attention.causal", True):
-            continue
-        raise CheckpointError(
-            f"{params.origin}: {name} = {str(value)[:60]} is not known here, and may change what the model computes."
-        )
-
-    def integer(key: str, default: int | None = None) -> int:
-        return params.integer(prefix + key, default)
-
-    hidden, heads = integer("embedding_length"), integer("attention.head_count")
-    head_dim = integer("attention.key_length", hidden // heads or 1)
+        if key != name and value and key not in _KNOWN and (key, value) != ("attention.causal", True):
+            raise CheckpointError(
+                f"{params.origin}: {name} = {str(value)[:60]} is not read, and may change what the model computes."
+            )
+    params = Params({key.removeprefix(prefix): value for key, value in keys.items()}, params.origin)
+    hidden, heads = params.integer("embedding_length"), params.integer("attention.head_count")
+    head_dim = params.integer("attention.key_length", hidden // heads or 1)
     for key in ("attention.value_length", "rope.dimension_count"):
-        if integer(key, head_dim) != head_dim:
-            params.reject(prefix + key, f"the size of a head, {head_dim}")
+        if params.integer(key, head_dim) != head_dim:
+            params.reject(key, f"the size of a head, {head_dim}")
     if "token_embd.weight" not in tensors:
         raise CheckpointError(f"{params.origin}: token_embd.weight missing; the checkpoint is not whole.")
     fields: dict[str, Any] = dict(
         vocab_size=tensors["token_embd.weight"].shape[0],
         hidden_size=hidden,
-        intermediate_size=integer("feed_forward_length"),
-        num_hidden_layers=integer("block_count"),
+        intermediate_size=params.integer("feed_forward_length"),
+        num_hidden_layers=params.integer("block_count"),
         num_attention_heads=heads,
-        num_key_value_heads=integer("attention.head_count_kv", heads),
+        num_key_value_heads=params.integer("attention.head_count_kv", heads),
         head_dim=head_dim,
-        max_position_embeddings=integer("context_length"),
-        rms_norm_eps=params.number(f"{prefix}attention.layer_norm_rms_epsilon"),
+        max_position_embeddings=params.integer("context_length"),
+        rms_norm_eps=params.number("attention.layer_norm_rms_epsilon"),
         tie_word_embeddings="output.weight" not in tensors,
-        rope_parameters=_read_rope(params, prefix, head_dim, tensors.get("rope_freqs.weight")),
+        rope_parameters=_read_rope(params, head_dim, tensors.get("rope_freqs.weight")),
     )
     for role, name in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
-        fields[f"{role}_token_id"] = params.entries.get(f"tokenizer.ggml.{name}_token_id")
-    has_experts = bool(params.entries.get(f"{prefix}expert_count"))
-    if has_experts:
-        fields["num_local_experts"] = integer("expert_count")
-        fields["num_experts_per_tok"] = integer("expert_used_count")
+        fields[f"{role}_token_id"] = keys.get(f"tokenizer.ggml.{name}_token_id")
+    if num_experts := params.optional_integer("expert_count"):
+        fields |= {
+            "num_local_experts": num_experts,
+            "num_experts_per_tok": params.integer("expert_used_count"),
+        }
+    window = params.optional_integer("attention.sliding_window")
     if architecture == "llama4":
-        if params.entries.get(f"{prefix}attention.sliding_window") == 0:
-            params.reject(f"{prefix}attention.sliding_window", "a number above 0, or no such key")
-        fields["intermediate_size_mlp"] = fields["intermediate_size"]
-        fields["intermediate_size"] = integer("expert_feed_forward_length")
-        fields["interleave_moe_layer_step"] = (
-            params.optional_integer(f"{prefix}interleave_moe_layer_step") or 0
-        )
-        # llama.cpp tells Maverick, which has no such norms, by its number of experts.
-        fields["use_qk_norm"] = fields.get("num_local_experts") != 128
+        if window is None and "attention.sliding_window" in params:
+            params.reject("attention.sliding_window", "a number above 0, or no such key")
+        fields |= {
+            "intermediate_size_mlp": fields["intermediate_size"],
+            "intermediate_size": params.integer("expert_feed_forward_length"),
+            "interleave_moe_layer_step": params.optional_integer("interleave_moe_layer_step") or 0,
+            # llama.cpp takes a model of 128 experts for Maverick, which has no such norms.
+            "use_qk_norm": num_experts != 128,
+        }
         return LlamoeTextConfig(**fields, architectures=["LlamoeForCausalLM"])
-    fields["sliding_window"] = params.optional_integer(f"{prefix}attention.sliding_window")
-    if has_experts:
+    fields["sliding_window"] = window
+    if num_experts:
         return LlamoeMixtralConfig(**fields, architectures=["LlamoeMixtralForCausalLM"])
     biases = {"attention_bias": "blk.0.attn_q.bias" in tensors, "mlp_bias": "blk.0.ffn_up.bias" in tensors}
     return LlamoeDenseConfig(**fields, **biases, architectures=["LlamoeDenseForCausalLM"])
 
 
-def _read_rope(params: Params, prefix: str, head_dim: int, factors: Tensor | None) -> dict[str, Any]:
+def _read_rope(params: Params, head_dim: int, factors: Tensor | None) -> dict[str, Any]:
     """Read the rotation; Llama 3's scaling is stored as a factor for each frequency."""
-    rope = {"rope_type": "default", "rope_theta": params.number(f"{prefix}rope.freq_base", 10000.0)}
-    kind = params.entries.get(f"{prefix}rope.scaling.type", "none")
-    if kind in ("linear", "yarn"):
-        rope |= {"rope_type": kind, "factor": params.number(f"{prefix}rope.scaling.factor")}
-    elif kind != "none":
-        params.reject(f"{prefix}rope.scaling.type", "'linear', 'yarn' or 'none'")
+    rope = {"rope_type": "default", "rope_theta": params.number("rope.freq_base", 10000.0)}
+    kind = params.entries.get("rope.scaling.type", "none")
+    if kind not in ("linear", "yarn", "none"):
+        params.reject("rope.scaling.type", "'linear', 'yarn' or 'none'")
+    if kind != "none":
+        rope |= {"rope_type": kind, "factor": params.number("rope.scaling.factor")}
     if kind == "yarn":
-        key = f"{prefix}rope.scaling.original_context_length"
+        key = "rope.scaling.original_context_length"
         rope["original_max_position_embeddings"] = params.integer(key)
-        for name, keys in (
-            ("attention_factor", ("yarn_attn_factor", "attn_factor")),
-            ("beta_fast", ("yarn_beta_fast",)),
-            ("beta_slow", ("yarn_beta_slow",)),
-        ):
-            for key in (f"{prefix}rope.scaling.{key}" for key in keys):
-                if key in params:
-                    rope[name] = params.number(key)
-    if factors is None or bool((found := factors.read().float()).eq(1).all()):
+        for key in ("yarn_attn_factor", "attn_factor", "yarn_beta_fast", "yarn_beta_slow"):
+            if (name := f"rope.scaling.{key}") in params:
+                rope[key.removeprefix("yarn_").replace("attn", "attention")] = params.number(name)
+    values = None if factors is None else factors.read().float()
+    if values is None or (values == 1).all():
         return rope
-    if kind != "none" or (scaling := _llama3_scaling(found, rope["rope_theta"], head_dim)) is None:
+    scaling = _llama3_scaling(values, rope["rope_theta"], head_dim) if kind == "none" else None
+    if scaling is None:
         raise CheckpointError(
-            f"{factors.origin}: its factors of frequencies are not those of Llama 3's scaling."
+            f"{params.origin}: rope_freqs.weight: its factors of frequencies are not those of Llama 3's scaling."
         )
-    return {**rope, "rope_type": "llama3", **scaling}
+    return rope | scaling
 
 
 def _llama3_scaling(factors: torch.Tensor, theta: float, head_dim: int) -> dict[str, Any] | None:
-    """Return the parameters of Llama 3's scaling with these factors `[head_dim / 2]`, or None if no model has such."""
+    """Return the parameters of Llama 3's scaling with these factors `[head_dim / 2]`; None if no model has such."""
     factor = float(str(np.float32(factors.max().item())))
+    frequencies = theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+    rotations = 8192 * frequencies / (2 * math.pi)
     for high in (1.0, 4.0):
-        rope = {
-            "factor": factor,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": high,
-            "original_max_position_embeddings": 8192,
-        }
-        turns = (
-            8192 * theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim) / (2 * math.pi)
-        )
         # 1 where a frequency is unchanged, 0 where it is divided by the factor.
-        part = ((turns - 1) / (high - 1)).clamp(0, 1) if high > 1 else (turns > 1).double()
-        expected = 1 / (part + (1 - part) / factor)
+        share = ((rotations - 1) / (high - 1)).clamp(0, 1) if high > 1 else (rotations > 1).double()
+        expected = 1 / (share + (1 - share) / factor)
         if factors.shape == expected.shape and torch.allclose(expected, factors.double(), rtol=1e-4):
-            return rope
+            return {
+                "rope_type": "llama3",
+                "factor": factor,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": high,
+                "original_max_position_embeddings": 8192,
+            }
     return None

@@ -1,8 +1,8 @@
 """Convert the tokenizer in a GGUF file's keys to the files of a Hugging Face folder.
 
-A SentencePiece model is made again of its pieces, and converted as Meta's. Byte-pair vocabularies have their merges in
-the file; of the pattern that splits a text into words the file says only a name. transformers' own conversion adds
-`<|endoftext|>`, an id beyond the embedding, to any of them.
+A SentencePiece model is built from its pieces, and then converted as Meta's. Of the pattern that splits a text into the
+words of a byte-pair vocabulary, the file has only a name. transformers' own conversion is not used: it adds a token
+`<|endoftext|>`, whose id is beyond the embedding.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from ...configuration.json_files import to_json
 from ..consolidated import Params
 from ..tokenizers import WORD_PATTERNS, begin_with, hf_files_from_meta, model_of_pieces
 
-# llama.cpp's names of the split patterns, by family.
+# Names of the patterns in `WORD_PATTERNS`, by llama.cpp's names.
 _PATTERNS = {
     "llama-bpe": "llama-3",
     "llama3": "llama-3",
@@ -32,10 +32,15 @@ _STOPS = ("<|eot_id|>", "<|eom_id|>", "<|eot|>", "<|eom|>")
 
 
 def read_tokenizer(params: Params, config: LlamoeBaseConfig, notes: list[str]) -> dict[str, bytes]:
-    """Make the files of a tokenizer, with its template and the tokens that end a text; `notes` says if there is none.
+    """Make the files of a tokenizer, its chat template and generation_config.json, by name.
+
+    Args:
+        params: the keys of the file.
+        config: of the model.
+        notes: gets a line if no tokenizer can be made.
 
     Raises:
-        CheckpointError: its number of tokens is not that of the embedding, or it is damaged.
+        CheckpointError: its number of tokens is not that of the embedding.
     """
     prefix = "tokenizer.ggml."
     keys = {
@@ -55,29 +60,21 @@ def read_tokenizer(params: Params, config: LlamoeBaseConfig, notes: list[str]) -
     ids = {role: keys[f"{name}_token_id"] for role, name in names.items() if f"{name}_token_id" in keys}
     template = params.entries.get("tokenizer.chat_template")
     kinds = keys.get("token_type") or [_NORMAL] * len(tokens)
-    try:
-        if model == "llama":
-            pieces = zip(tokens, keys.get("scores") or [0.0] * len(tokens), kinds, strict=True)
-            content = model_of_pieces(pieces, ids, keys.get("add_space_prefix", True))
-            files = hf_files_from_meta(
-                content, config, instruct=bool(template), family="llama-2", origin=params.origin
-            )
-        else:
-            files = _byte_pairs(keys, kinds, ids, config)
-    except CheckpointError:
-        raise
-    # tokenizers and protobuf raise errors of their own.
-    except Exception as error:
-        words = " ".join(str(error).split())[:200]
-        raise CheckpointError(
-            f"{params.origin}: {prefix}tokens and what belongs to them are damaged ({words})."
-        ) from error
+    if model == "llama":
+        pieces = zip(tokens, keys.get("scores") or [0.0] * len(tokens), kinds, strict=True)
+        proto = model_of_pieces(pieces, ids, keys.get("add_space_prefix", True))
+        files = hf_files_from_meta(
+            proto, config, instruct=bool(template), family="llama-2", origin=params.origin
+        )
+    else:
+        files = _byte_pairs(keys, kinds, ids, config)
+    stops = [ids["eos"]] if "eos" in ids else []
     if template is not None:
         files["chat_template.jinja"] = template.encode()
-    ends = [tokens.index(token) for token in _STOPS if template is not None and token in tokens]
-    stops = [*dict.fromkeys([ids["eos"], *ends] if "eos" in ids else ends)]
+        stops += [tokens.index(token) for token in _STOPS if token in tokens]
     roles = {f"{role}_token_id": ids[role] for role in ("bos", "pad") if role in ids}
-    return files | {"generation_config.json": to_json({**roles, "eos_token_id": stops or None})}
+    generation = {**roles, "eos_token_id": [*dict.fromkeys(stops)] or None}
+    return files | {"generation_config.json": to_json(generation)}
 
 
 def _byte_pairs(
@@ -87,12 +84,12 @@ def _byte_pairs(
     tokens = keys["tokens"]
     merges = [tuple(merge.split(" ")) for merge in keys.get("merges", ())]
     tokenizer = Tokenizer(BPE({token: id_ for id_, token in enumerate(tokens)}, merges, ignore_merges=True))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(WORD_PATTERNS[_PATTERNS[keys["pre"]]]), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
+    words = Regex(WORD_PATTERNS[_PATTERNS[keys["pre"]]])
+    split, to_bytes = (
+        pre_tokenizers.Split(words, "isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
     )
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, to_bytes])
     tokenizer.decoder = decoders.ByteLevel()
     for token, kind in zip(tokens, kinds, strict=True):
         if kind in (_CONTROL, _USER_DEFINED):

@@ -1,6 +1,6 @@
 """Checkpoint files: tensors that are read when needed, and folders that are written block by block.
 
-Reading order: lazy_tensor, operations, name_table, plan, read_files, preallocated_files,
+Reading order: lazy_tensor, packed_matrix, operations, name_table, plan, read_files, preallocated_files,
 write_checkpoint, write_options.
 """
 
@@ -18,6 +18,7 @@ from .operations import (
     permute_pairs,
     split,
 )
+from .packed_matrix import PackedMatrix
 from .plan import Plan, Progress, split_shards
 from .read_files import FileTensor, open_weights, read_bytes
 from .write_checkpoint import check_apart, check_finite, check_target, write

@@ -9,27 +9,20 @@ from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Any, TypeVar
 
-from torch import nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.modeling_utils import load_state_dict
-from transformers.utils import logging
 
-from ...configuration import LlamoeVisionConfig
-from ...configuration.checks import listed
 from ...configuration.errors import CheckpointError
 from ...configuration.quantization import QuantizationConfig
-from ..checkpoints import Stored, headers_of, shape_of_one
+from ..checkpoints import Stored, headers_of
 from ..formats.packed import LAYOUTS, Layout
-from ..moe import PLACES, Experts
-
-logger = logging.get_logger("llamoe")
+from ..moe import PLACES
 
 # Tensors beside a packed layer that are ignored: biases of 0, and scales of activations.
 _PASSED_OVER = ("bias", "input_scale", "output_scale", "input_zero_point", "activation_scale")
 # Scales of a quantized KV cache, beside the attention layers.
 _OF_CACHE = ("k_scale", "v_scale", "kv_scale")
-_REMEDY = "Download or copy the checkpoint again."
 
 
 def layout_of(stored: Any) -> Layout | None:
@@ -85,7 +78,7 @@ def find_packed(
         rules: of transformers' loader, with those of `reading_rules`.
 
     Raises:
-        CheckpointError: no weight is packed, a tensor is missing or has another shape, or an ignored bias is not 0.
+        CheckpointError: an ignored bias is not 0.
     """
     rules, state, headers = list(rules), model.state_dict(), headers_of(files)
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
@@ -101,14 +94,6 @@ def find_packed(
         if layout.holds(kind, stored.dtype) and (weight := name_in_model(stored.name)) in state:
             matrices.setdefault(weight, {}).setdefault(layer, {})[kind] = stored
             packed.add(layer)
-    # A vision tower that is loaded alone is usually plain.
-    if not matrices and not isinstance(model.config, LlamoeVisionConfig):
-        raise CheckpointError(
-            f"{listed(sorted({stored.origin for stored in headers}), 3)}: no weight of this model is packed, as "
-            f"quantization_config in config.json says (no {layout.kinds[0]})."
-        )
-    for weight, layers in matrices.items():
-        _check_matrices(model, weight, layers, layout)
     content = cache(load_state_dict)
     for stored in headers:
         layer, _, kind = stored.name.rpartition(".")
@@ -120,69 +105,6 @@ def find_packed(
         names = stored.name, name_in_model(stored.name)
         model._keys_passed_over = [*model._keys_passed_over, *(f"^{re.escape(name)}$" for name in names)]
     return matrices
-
-
-def _check_matrices(model: nn.Module, weight: str, layers: Mapping[str, Any], layout: Layout) -> None:
-    """Check that each matrix of a weight has its tensors in the shapes of the model."""
-    path, _, name = weight.rpartition(".")
-    module: Any = model.get_submodule(path)
-    is_stacked = bool(of_stack(layers))
-    sizes = _sizes_of(module, weight)
-    if isinstance(module, Experts) and not is_stacked:
-        sizes = shape_of_one(module, name)
-    shapes = layout.shapes(sizes)
-    stacked = {}
-    if is_stacked:
-        for suffix, shape in zip(layout.in_stacks, shapes.values(), strict=True):
-            stacked[name + suffix] = module.num_experts, *(shape[::-1] if module.is_transposed else shape)
-        shapes = {"weight": shape_of_one(module, name)}
-        if len(layers) > 1:
-            # The codes are stored expert by expert, only scales in a stack.
-            del stacked[name]
-    for layer, kinds in layers.items():
-        for kind, shape in (stacked if layer.endswith(".experts") else shapes).items():
-            if (stored := kinds.get(kind)) is None:
-                beside = next(iter(kinds.values()))
-                raise CheckpointError(f"{beside}: {layer}.{kind} is missing beside it. {_REMEDY}")
-            # Ignore axes of size one in scales.
-            if [size for size in stored.shape if size != 1] != [size for size in shape if size != 1]:
-                raise CheckpointError(
-                    f"{stored} has shape {[*stored.shape]}, where config.json means {[*shape]}: its sizes, or "
-                    "quantization_config's groups, are not those of the weights."
-                )
-            # Codes of another integer size would be unpacked wrongly, and scales must be floats.
-            codes = r"I32" if layout.is_int4 else r"I8|F8_\w+"
-            if not re.fullmatch(r"B?F\d+|F8_E8M0" if "scale" in kind else codes, stored.dtype):
-                raise CheckpointError(
-                    f"{stored} has dtype {stored.dtype}, which this layout does not. {_REMEDY}"
-                )
-
-
-def follow_files(
-    config: QuantizationConfig, layout: Layout, candidates: Mapping[str, Any], matrices: Matrices
-) -> None:
-    """Set, from what files have packed, a config's group size and the modules that stay in 16 bits.
-
-    Args:
-        config: changed in place.
-        layout: of the packed matrices.
-        candidates: the modules that int4 supports, by name.
-        matrices: result of `find_packed`.
-    """
-    taken = {weight: weight.rpartition(".")[0] for weight in matrices}
-    taken = {weight: path for weight, path in taken.items() if path in candidates}
-    if layout.group_size is None:
-        # A scale per output allows any group size: choose the largest without padding.
-        inputs = [_sizes_of(candidates[path], weight)[1] for weight, path in taken.items()]
-        config.group_size = next((size for size in (128, 64) if not any(n % size for n in inputs)), 32)
-    config.modules_to_not_convert = names_in_16_bit(candidates, taken.values()) or None
-
-
-def _sizes_of(module: Any, weight: str) -> tuple[int, int]:
-    """Return O and I of a weight of a module, a linear layer or experts."""
-    if isinstance(module, Experts):
-        return module.sizes_of(weight.rpartition(".")[2])
-    return module.weight.shape[0], module.weight.shape[1]
 
 
 def names_in_16_bit(modules: Iterable[str], packed: Iterable[str]) -> list[str]:
@@ -198,12 +120,6 @@ def names_in_16_bit(modules: Iterable[str], packed: Iterable[str]) -> list[str]:
         if name not in packed
     )
     return [*dict.fromkeys(ends)]
-
-
-def warn_of_unpacked(candidates: Iterable[str], matrices: Matrices) -> None:
-    """Warn of packed weights that are held in 16 bits, since int4 does not support their modules."""
-    if others := sorted({weight.rpartition(".")[0] for weight in matrices} - {*candidates}):
-        logger.warning("Packed in the folder, and held in 16 bits here: %s.", listed(others, 5))
 
 
 def _in_layer(name: str) -> str:

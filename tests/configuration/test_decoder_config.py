@@ -221,7 +221,7 @@ def test_unknown_attention_types_are_refused(kind, fields):
     ("rope", "match"),
     [
         ({"rope_type": "llama3", "factor": 8.0}, ".*low_freq_factor"),
-        ({FULL: {"rope_type": "default"}}, ".*parameters that are not by layer type"),
+        ({FULL: {"rope_type": "default"}}, ".*the same entries for all layers"),
         ({"rope_type": "default", "rope_theta": 0.0}, r".*\['rope_theta'\] = 0.0: must be positive; valid: "),
         ({"rope_type": "default", "rope_theta": math.inf}, r".*\['rope_theta'\] = inf: "),
         ({"rope_type": "default", "rope_theta": "10000"}, r".*\['rope_theta'\] = '10000': "),

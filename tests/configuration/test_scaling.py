@@ -44,7 +44,7 @@ def test_no_other_mixture_of_the_same_cost_is_better(flops):
 
 @pytest.mark.parametrize("name", ["llama-2-13b", "llama-4-scout"])
 def test_all_arguments_lead_to_one_optimum(name):
-    """From the optimum of a model's parameters, its FLOPs, tokens and parameters lead to the same optimum."""
+    """A model's optimum has FLOPs, tokens and parameters; given any of them, the optimum is the same."""
     config = preset(name)
     best = compute_optimal(config)
     for given in ("flops", "tokens", "parameters"):

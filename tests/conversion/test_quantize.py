@@ -209,7 +209,6 @@ def test_weights_that_are_no_numbers_are_refused(to, value, saved, tmp_path):
         (dict(to="int8", linears=False), "no weights of a decoder"),
         (dict(to="int4", keep=["o_pro"]), "keep = 'o_pro': no module of the model"),
         (dict(to="int4", keep=["("]), r"keep = '\('"),
-        (dict(to="int4", group_size=256), r"q_proj\.weight .*modules_to_not_convert"),
     ],
     ids=str,
 )

@@ -43,13 +43,14 @@ class Family:
         return AutoModelForImageTextToText if "Conditional" in self.stock else AutoModelForCausalLM
 
 
-# Names of methods and properties of our classes.
+# Names of methods and properties of our classes, and an entry that transformers reads only with scaled rotation.
 NAMES = dict(
     stock_type="llama",
     layer_plan=1,
     attention_types=HALF,
     _rotary_multiple=4,
     validate=False,
+    partial_rotary_factor=0.5,
     rope_interleave=True,
 )
 MIXTURE = dict(router_name="router", experts_are_output_first=1, pools_router_losses=2)
@@ -120,7 +121,7 @@ FAMILIES = {
             text_config=dict(NAMES, **MIXTURE, **ROUTING, use_shared_expert=False, rope_interleave=False),
             vision_config=dict(
                 use_rope=False, use_post_layernorm=False, attention_bias=False, vision_feature_layer=-2,
-                validate=False, grid_size=7, tokens_per_tile=9,
+                validate=False, grid_size=7, tokens_per_tile=9, partial_rotary_factor=0.5,
             ),
         ),
     ),

@@ -8,9 +8,9 @@ folders are not needed.
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from .eight_bits import EightBits, fbgemm_fp8, fine_grained_fp8
-from .four_bits import awq, compressed_tensors, gptq
-from .layout import Layout, int4_of
+from .eight_bits import fbgemm_fp8, fine_grained_fp8
+from .four_bits import awq, compressed_tensors, gptq, pack_for, scales_for
+from .layout import Layout
 
 LAYOUTS: dict[str, Callable[[Mapping[str, Any]], Layout]] = {
     "awq": awq,

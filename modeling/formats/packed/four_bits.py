@@ -1,56 +1,144 @@
-"""4-bit weights of compressed-tensors, GPTQ and AWQ, in words of eight codes.
+"""4-bit weights of compressed-tensors, GPTQ and AWQ, in words of eight codes, and their conversion to int4.
 
 Shapes: O outputs, I inputs, G groups of inputs.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
+from torch.nn import functional as F
+from transformers.utils import logging
 
 from ....configuration.quantization import GROUP_SIZES
-from ..format import Sizes
-from .eight_bits import EightBits
-from .layout import Codes, Layout, Unpacked, nibbles, unread
+from ...kernels import cpp_pack_words
+from ..format import Format, Sizes
+from ..int4 import Int4
+from ..int4_layout import pack
+from .eight_bits import eight_bits
+from .layout import Layout, Unpacked, unread
 
-# Position in AWQ's words of each of eight outputs.
-_AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
+logger = logging.get_logger("llamoe")
+
+# The fields of compressed-tensors' `weights` that say what the numbers mean.
+_FIELDS = ("type", "num_bits", "symmetric", "strategy", "group_size", "block_structure")
 _ONES = 0x11111111
 
 
 @dataclass(frozen=True)
-class CompressedTensors(Layout):
+class FourBits(Layout):
+    """Codes of 4 bits, 0 to 15, eight in a 32-bit word.
+
+    Words are `[O, I / 8]` with eight inputs each, lowest bits first; or `[O / 8, I]` with eight outputs each, if
+    `positions` says where in a word each output is.
+    """
+
+    group_size: int | None
+    positions: ClassVar[tuple[int, ...] | None] = None
+
+    def num_groups(self, num_in: int) -> int:
+        return 1 if self.group_size is None else -(-num_in // self.group_size)
+
+    def shape_of_codes(self, sizes: Sizes) -> tuple[int, ...]:
+        num_out, num_in = sizes
+        return (num_out, -(-num_in // 8)) if self.positions is None else (-(-num_out // 8), num_in)
+
+    def codes_of(self, stored: torch.Tensor, sizes: Sizes) -> torch.Tensor:
+        codes = _nibbles(stored) if self.positions is None else _nibbles(stored.T, self.positions).T
+        return codes[: sizes[0], : sizes[1]]
+
+    def parts_of(
+        self, matrices: Sequence[Mapping[str, torch.Tensor]], sizes: Sizes, form: Format
+    ) -> list[torch.Tensor] | None:
+        """Convert matrices to int4's parts: the codes are kept, scales and offsets are rounded to bfloat16.
+
+        A scale per output is repeated for each of int4's groups. If groups are not consecutive inputs, which int4
+        cannot express, the weights are quantized again.
+        """
+        if not isinstance(form, Int4):
+            return None
+        unpacked = [self.unpack(tensors, sizes) for tensors in matrices]
+        if any(matrix.group_of_input is not None for matrix in unpacked):
+            logger.warning_once(
+                "Weights whose groups are not of neighbouring inputs (desc_act) are quantized anew, which loses some "
+                "of their precision: int4 has no such groups."
+            )
+            return form.quantize(torch.cat([self._weight_of(matrix, sizes) for matrix in unpacked]))
+        words = [matrix.codes for matrix in unpacked]
+        (shape, dtype), _ = form.parts((len(matrices) * sizes[0], sizes[1]))
+        packed = torch.empty(shape, dtype=dtype, device=words[0].device)
+        rows = zip(words, packed.split(sizes[0]), strict=True)
+        if not all(cpp_pack_words(matrix, self.positions, target) for matrix, target in rows):
+            packed = pack_for(form, torch.cat([self.codes_of(matrix, sizes) for matrix in words]))
+        scale, zero = (torch.cat([matrix[part] for matrix in unpacked]).float() for part in (1, 2))
+        return [packed, scales_for(form, packed, scale, scale * (8 - zero))]
+
+    def _groups_out_of_order(self, groups: torch.Tensor | None) -> torch.Tensor | None:
+        """Return the group of each input, `[I]`; None if each group is consecutive inputs, or groups are not stored."""
+        if groups is None or self.group_size is None or (groups < 0).all():
+            return None
+        in_order = torch.arange(len(groups), device=groups.device) // self.group_size
+        return None if torch.equal(groups, in_order.to(groups.dtype)) else groups.long()
+
+
+def pack_for(form: Int4, codes: torch.Tensor) -> torch.Tensor:
+    """Pack codes `[O, I]` uint8 as int4's first part."""
+    (shape, _), _ = form.parts((codes.shape[0], codes.shape[1]))
+    # Any code will do as padding: it is multiplied by inputs of 0.
+    return pack(F.pad(codes, (0, 2 * shape[1] - codes.shape[1]), value=8).contiguous())
+
+
+def scales_for(form: Int4, packed: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
+    """Return int4's scales and offsets, `[G, O, 2]` bfloat16.
+
+    Args:
+        form: the format.
+        packed: its first part.
+        scale: `[O, G]`, or `[O, 1]` for all groups.
+        offset: the values of code 8, in the same shape.
+    """
+    num_groups = 2 * packed.shape[1] // form.group_size
+    return torch.stack([part.expand(-1, num_groups).T for part in (scale, offset)], -1).to(torch.bfloat16)
+
+
+def _nibbles(words: torch.Tensor, positions: tuple[int, ...] | None = None) -> torch.Tensor:
+    """Unpack eight codes from each 32-bit word, `[n, w]` int32 to `[n, 8 w]` uint8.
+
+    Args:
+        words: lowest bits first.
+        positions: of each code in its word; None if they are in order.
+    """
+    bytes_ = words.contiguous().view(torch.uint8)
+    codes = torch.stack((bytes_ & 15, bytes_ >> 4), -1).view(len(words), -1, 8)
+    return (codes if positions is None else codes[..., positions]).flatten(1)
+
+
+@dataclass(frozen=True)
+class CompressedTensors(FourBits):
     """compressed-tensors' format `pack-quantized`, which llm-compressor writes.
 
     `weight_packed` `[O, I / 8]` has eight inputs a word, lowest bits first, as codes of 0 to 15. Signed codes are
     stored plus 8, and so are zero points, packed along outputs `[O / 8, G]`: symmetric weights have a zero of 8.
     """
 
-    group_size: int | None
     is_symmetric: bool = True
     method = "compressed-tensors"
     kinds = ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx")
 
-    def shapes(self, sizes: Sizes) -> dict[str, tuple[int, ...]]:
-        num_out, num_in = sizes
-        groups = self.num_groups(num_in)
-        shapes = {"weight_packed": (num_out, _words(num_in)), "weight_scale": (num_out, groups)}
-        return shapes if self.is_symmetric else shapes | {"weight_zero_point": (_words(num_out), groups)}
-
-    def unpack(self, tensors: Mapping[str, torch.Tensor], sizes: Sizes) -> Unpacked:
-        scale, zeros = tensors["weight_scale"], tensors.get("weight_zero_point")
+    def _unpack(self, tensors: Mapping[str, torch.Tensor], sizes: Sizes) -> Unpacked:
+        scale, groups = tensors["weight_scale"], self._groups_out_of_order(tensors.get("weight_g_idx"))
+        zeros = tensors.get("weight_zero_point") if self.is_symmetric else tensors["weight_zero_point"]
         # Of symmetric weights some files have zeros of 0 in another dtype.
-        if zeros is None or zeros.dtype != torch.int32:
+        if zeros is None or (self.is_symmetric and zeros.dtype != torch.int32):
             zero = torch.full_like(scale, 8, dtype=torch.uint8)
         else:
-            zero = nibbles(zeros.T).T[: sizes[0]]
-        groups = self._groups_out_of_order(tensors.get("weight_g_idx"))
-        return Unpacked(Codes(tensors["weight_packed"], sizes), scale, zero, groups)
+            zero = _nibbles(zeros.T).T[: sizes[0]]
+        return Unpacked(tensors["weight_packed"], scale, zero, groups)
 
 
 @dataclass(frozen=True)
-class Gptq(Layout):
+class Gptq(FourBits):
     """GPTQ's weights, as AutoGPTQ and GPTQModel write them.
 
     `qweight` `[I / 8, O]` has eight inputs a word, `qzeros` `[G, O / 8]` eight outputs, lowest bits first; `scales` is
@@ -60,45 +148,33 @@ class Gptq(Layout):
         has_true_zeros: version 2, where zero points are stored unchanged, not minus 1.
     """
 
-    group_size: int | None
     has_true_zeros: bool = False
     method = "gptq"
     kinds = ("qweight", "qzeros", "scales", "g_idx")
 
-    def shapes(self, sizes: Sizes) -> dict[str, tuple[int, ...]]:
-        num_out, num_in = sizes
-        groups = self.num_groups(num_in)
-        zeros = (groups, _words(num_out))
-        return {"qweight": (_words(num_in), num_out), "qzeros": zeros, "scales": (groups, num_out)}
-
-    def unpack(self, tensors: Mapping[str, torch.Tensor], sizes: Sizes) -> Unpacked:
-        codes = Codes(tensors["qweight"].T, sizes)
+    def _unpack(self, tensors: Mapping[str, torch.Tensor], sizes: Sizes) -> Unpacked:
         # Add 1 to the whole words, as GPTQModel subtracted it from them: a zero of 0 borrowed from its neighbour.
         zeros = tensors["qzeros"] if self.has_true_zeros else tensors["qzeros"] + _ONES
-        zero = nibbles(zeros)[:, : sizes[0]].T
-        return Unpacked(codes, tensors["scales"].T, zero, self._groups_out_of_order(tensors.get("g_idx")))
+        zero = _nibbles(zeros)[:, : sizes[0]].T
+        groups = self._groups_out_of_order(tensors.get("g_idx"))
+        return Unpacked(tensors["qweight"].T, tensors["scales"].T, zero, groups)
 
 
 @dataclass(frozen=True)
-class Awq(Layout):
+class Awq(FourBits):
     """AWQ's format `gemm`, as AutoAWQ writes it.
 
     `qweight` `[I, O / 8]` and `qzeros` `[G, O / 8]` have eight outputs a word, lowest bits first in the order 0, 2, 4,
     6, 1, 3, 5, 7; `scales` is `[G, O]`.
     """
 
-    group_size: int | None
+    positions = (0, 4, 1, 5, 2, 6, 3, 7)
     method = "awq"
     kinds = ("qweight", "qzeros", "scales")
 
-    def shapes(self, sizes: Sizes) -> dict[str, tuple[int, ...]]:
-        num_out, num_in = sizes
-        groups, words = self.num_groups(num_in), _words(num_out)
-        return {"qweight": (num_in, words), "qzeros": (groups, words), "scales": (groups, num_out)}
-
-    def unpack(self, tensors: Mapping[str, torch.Tensor], sizes: Sizes) -> Unpacked:
-        zero = nibbles(tensors["qzeros"], _AWQ_PLACES).T
-        return Unpacked(Codes(tensors["qweight"].T, sizes, _AWQ_PLACES), tensors["scales"].T, zero)
+    def _unpack(self, tensors: Mapping[str, torch.Tensor], sizes: Sizes) -> Unpacked:
+        zero = _nibbles(tensors["qzeros"], self.positions).T
+        return Unpacked(tensors["qweight"].T, tensors["scales"].T, zero)
 
 
 def compressed_tensors(config: Mapping[str, Any]) -> Layout:
@@ -108,38 +184,30 @@ def compressed_tensors(config: Mapping[str, Any]) -> Layout:
         ConfigurationError: weights of other bits or kinds, several kinds, or quantized activations beside 4 bits.
     """
     groups = config.get("config_groups") or {}
-    kinds = [group.get("weights") or {} for group in groups.values()]
-    fields = ("type", "num_bits", "symmetric", "strategy", "group_size", "block_structure")
-    if not kinds or any(kind.get(field) != kinds[0].get(field) for kind in kinds for field in fields):
+    schemes = [
+        {field: (group.get("weights") or {}).get(field) for field in _FIELDS} for group in groups.values()
+    ]
+    if not schemes or any(scheme != schemes[0] for scheme in schemes):
         raise unread("config_groups", sorted(groups), "one kind of weights")
     # Transforms rotate the activations, so without them the layers' weights would be wrong.
     if transforms := (config.get("transform_config") or {}).get("config_groups"):
         raise unread("transform_config", sorted(transforms), "a model without transforms")
-    scheme = kinds[0]
-    activations = [
-        group.get(f"{side}_activations") for group in groups.values() for side in ("input", "output")
-    ]
+    scheme, names = schemes[0], ("input_activations", "output_activations")
+    activations = next((group[name] for group in groups.values() for name in names if group.get(name)), None)
     formats = {group.get("format") or config.get("format") for group in groups.values()}
     if formats <= {"float-quantized", "int-quantized"}:
-        return EightBits.from_scheme(scheme, activations[0])
+        return eight_bits(scheme, activations)
     if formats != {"pack-quantized"}:
-        known = "'pack-quantized', 'float-quantized' or 'int-quantized'"
-        raise unread("format", config.get("format"), known)
-    if any(activations):
-        raise unread(
-            "config_groups: input_activations or output_activations",
-            activations,
-            "a model that quantizes weights alone",
-        )
-    kind = scheme.get("type", "int"), scheme.get("num_bits")
-    if kind != ("int", 4):
-        raise unread("config_groups: weights of type and num_bits", kind, "('int', 4)")
-    size, strategy = scheme.get("group_size"), scheme.get("strategy")
-    strategy = strategy or ("channel" if size in (None, -1) else "group")
-    if strategy not in ("group", "channel"):
-        raise unread("config_groups: weights.strategy", strategy, "'group' or 'channel'")
+        expected = "'pack-quantized', 'float-quantized' or 'int-quantized'"
+        raise unread("format", config.get("format"), expected)
+    if activations:
+        raise unread("config_groups: input_activations", activations, "a model that quantizes weights alone")
+    size, strategy = scheme["group_size"], scheme["strategy"]
+    bits = scheme["type"] or "int", scheme["num_bits"]
+    if bits != ("int", 4) or strategy not in (None, "group", "channel"):
+        raise unread("config_groups: weights", scheme, "4 bits of type 'int' by 'group' or 'channel'")
     return CompressedTensors(
-        _group_size(None if strategy == "channel" else size), scheme.get("symmetric", True)
+        _group_size(None if strategy == "channel" else size), scheme["symmetric"] is not False
     )
 
 
@@ -151,8 +219,6 @@ def gptq(config: Mapping[str, Any]) -> Gptq:
     """
     if config.get("bits") != 4:
         raise unread("bits", config.get("bits"), "4")
-    if config.get("is_marlin_format"):
-        raise unread("is_marlin_format", True, "GPTQ's own format")
     version = config.get("checkpoint_format") or config.get("format") or "gptq"
     if version not in ("gptq", "gptq_v2"):
         raise unread("checkpoint_format", version, "'gptq' or 'gptq_v2'")
@@ -180,10 +246,6 @@ def awq(config: Mapping[str, Any]) -> Awq:
 def _group_size(size: Any) -> int | None:
     """Return the group size if int4 supports it; None for one scale per output, which configs write as -1."""
     if size not in (None, -1, *GROUP_SIZES):
-        known = ", ".join(map(str, GROUP_SIZES))
-        raise unread("group_size", size, f"one of {known}, or -1 for one scale an output,")
+        sizes = ", ".join(map(str, GROUP_SIZES))
+        raise unread("group_size", size, f"one of {sizes}, or -1 for one scale an output,")
     return None if size == -1 else size
-
-
-def _words(codes: int) -> int:
-    return -(-codes // 8)

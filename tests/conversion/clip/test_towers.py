@@ -253,5 +253,5 @@ def test_a_tower_of_llama_4_takes_larger_pictures(tmp_path):
     convert_vision(tmp_path / "source", tmp_path / "tower", image_size=36)
     tower = load_tower(tmp_path / "tower")
     assert tower.config.use_rope and tower(pictures(36)).last_hidden_state.shape == (3, 9, 20)
-    with pytest.raises(ValueError, match="grid of 5 by 5"):
+    with pytest.raises(ValueError, match="picture has 5 by 5"):
         convert_vision(tmp_path / "source", tmp_path / "odd", image_size=30)

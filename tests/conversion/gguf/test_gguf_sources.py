@@ -184,8 +184,6 @@ def test_a_file_in_parts(tmp_path):
         assert found.sources == parts
         for name, tensor in open_checkpoint(whole.path).tensors.items():
             assert torch.equal(tensor.read(), found.tensors[name].read()), name
-    whole.path.unlink()
-    assert open_checkpoint(tmp_path).sources == parts
     parts[2].unlink()
     with pytest.raises(ValueError, match=rf"split.count is 5, and {parts[2].name} missing beside it"):
         convert(parts[0], tmp_path / "target")
@@ -217,9 +215,9 @@ def spoil(tensors):
 
 REFUSED = {
     "another architecture": (dict(keys={"general.architecture": "qwen3"}), "general.architecture = 'qwen3'"),
-    "an unknown key": (dict(keys={"llama.attention.logit_scale": 3}), "llama.attention.logit_scale = 3 is not known"),
-    "another size of heads": (dict(keys={"llama.rope.dimension_count": 24}), "llama.rope.dimension_count = 24"),
-    "an unknown scaling": (dict(keys={"llama.rope.scaling.type": "ntk"}), "llama.rope.scaling.type = 'ntk'"),
+    "an unknown key": (dict(keys={"llama.attention.logit_scale": 3}), "llama.attention.logit_scale = 3 is not read"),
+    "another size of heads": (dict(keys={"llama.rope.dimension_count": 24}), "rope.dimension_count = 24"),
+    "an unknown scaling": (dict(keys={"llama.rope.scaling.type": "ntk"}), "rope.scaling.type = 'ntk'"),
     "a tensor missing": (dict(change=drop("blk.1.attn_q.weight")), "model.layers.1.self_attn.q_proj.weight missing"),
     "another shape": (dict(change=shorten("blk.0.ffn_gate_exps.weight")), "blk.0.ffn_gate_exps.weight"),
     "no embedding": (dict(change=drop("token_embd.weight")), "token_embd.weight missing"),
@@ -253,8 +251,6 @@ def test_a_file_cut_short_is_refused_whatever_is_lost(share, tmp_path):
     file.path.write_bytes(content[: int(share * len(content))])
     with pytest.raises(ValueError, match=r"model\.gguf: .*(cut short|is no GGUF file)") as caught:
         convert(file.path, tmp_path / "target")
-    if share == 0.5:
-        assert "blk." in str(caught.value)
     assert "\n" not in str(caught.value) and not (tmp_path / "target").exists()
 
 

@@ -177,7 +177,7 @@ DAMAGE = {
     "int4: of a later llamoe": ("packed", edit_quantization(format_version=2), "format_version=2"),
     "int4: another format": ("packed", edit_quantization(weights="int5"), "weights='int5'"),
     "int4: no pattern of names": ("packed", edit_quantization(modules_to_not_convert=["("]), "unterminated"),
-    "int4: larger groups": ("packed", edit_quantization(group_size=256), "128 inputs"),
+    "int4: larger groups": ("packed", edit_quantization(group_size=256), "int4:256 stores it as"),
     "Meta: an empty file": ("meta", write("consolidated.01.pth", b""), "consolidated.01.pth"),
     "Meta: a width beyond reason": ("meta", edit("params.json", dim=10**30), "params.json"),
 }  # fmt: skip
