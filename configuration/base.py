@@ -124,7 +124,7 @@ class LlamoeBaseConfig(PreTrainedConfig):
 
     @classmethod
     def _model_types(cls) -> list[str]:
-        """List the model types that this class reads, ours first."""
+        """Return the model types that this class reads, llamoe's first."""
         return [name for name in (cls.model_type, cls.stock_model_type, *cls.stock_relatives) if name]
 
     @classmethod
@@ -181,7 +181,7 @@ class LlamoeBaseConfig(PreTrainedConfig):
 
     @classmethod
     def _read(cls, content: dict[str, Any]) -> dict[str, Any]:
-        """Convert keyword arguments for llamoe's or the stock class to llamoe's fields, without a model type."""
+        """Convert keyword arguments of llamoe's or the stock class to llamoe's fields, without a model type."""
         if cls.base_config_key and isinstance(content.get(cls.base_config_key), (dict, PreTrainedConfig)):
             content = cls._part_of(content)
         cls._warn_of_misspelt(content)
@@ -198,7 +198,7 @@ class LlamoeBaseConfig(PreTrainedConfig):
             if isinstance(value, (dict, list))
             else value
             for name, value in content.items()
-            # `_auto_class` is an attribute of classes, which transformers has in the dictionary of an instance.
+            # transformers writes the class attribute `_auto_class` into the dictionary of an instance, too.
             if name not in ("_auto_class", "model_type")
         }
         if data.get("per_layer_config"):
@@ -212,7 +212,7 @@ class LlamoeBaseConfig(PreTrainedConfig):
     def _warn_of_misspelt(cls, names: Iterable[str]) -> None:
         """Warn once of each name that resembles a field's; unknown names become attributes, as in transformers."""
         known = [*(field.name for field in fields(cls)), *cls.attribute_map, "num_labels"]
-        # A search takes milliseconds, so names of fields are not searched.
+        # A search takes milliseconds, so names of existing fields are skipped.
         for name in set(names) - _KNOWN_NAMES:
             if near := difflib.get_close_matches(name, known, n=1, cutoff=0.85):
                 logger.warning_once(
@@ -236,10 +236,9 @@ class LlamoeBaseConfig(PreTrainedConfig):
 
     @classmethod
     def _of_stock_class(cls, stock: type[PreTrainedConfig], content: dict[str, Any]) -> dict[str, Any]:
-        """Return the fields that a stock class reads: with its defaults, and without fields that only llamoe has.
+        """Return entries for a stock class with its defaults, and without those that only llamoe's class would use.
 
-        Names of other attributes that only llamoe's class has are left out, too, because an entry of that name would
-        replace the attribute. Names that neither class has are kept, as transformers keeps them.
+        transformers ignores these. Entries that neither class uses are kept, as transformers keeps them.
         """
         reader = READERS[stock.model_type]
         ours, theirs = ({field.name: field.default for field in fields(config)} for config in (reader, stock))
@@ -258,7 +257,9 @@ class LlamoeBaseConfig(PreTrainedConfig):
                     f"transformers' {stock.__name__} has no such field and computes without it."
                 )
         defaults = {name: value for name, value in theirs.items() if value != ours.get(name, value)}
-        return defaults | {name: value for name, value in content.items() if name not in left_out}
+        return defaults | {
+            name: value for name, value in _without_partial_rotary(content).items() if name not in left_out
+        }
 
     @classmethod
     def _from_stock(cls, data: dict[str, Any]) -> dict[str, Any]:
@@ -275,7 +276,7 @@ class LlamoeBaseConfig(PreTrainedConfig):
 
     @classmethod
     def _check_model_type(cls, model_type: Any) -> None:
-        """Raise an error for a model type that this class does not read, and name the class that does."""
+        """Raise an error that names the right class if this class does not read the model type."""
         if model_type is None or model_type in cls._model_types():
             return
         reader = READERS.get(model_type) if isinstance(model_type, str) else None
@@ -288,7 +289,7 @@ class LlamoeBaseConfig(PreTrainedConfig):
         return self.stock_model_type
 
     def parts(self) -> set[str]:
-        """Return the names of the model's parts, as `Meaning.part` spells them."""
+        """Return the parts that the model has, by their names in `Meaning.part`."""
         return set()
 
     def to_dict(self) -> dict[str, Any]:
@@ -305,8 +306,8 @@ class LlamoeBaseConfig(PreTrainedConfig):
     def to_json_file(self, json_file_path, use_diff: bool = True):
         """Write the configuration as JSON.
 
-        A file named config.json gets an `auto_map`, and the file llamoe_hub.py beside it. With these transformers loads
-        the folder even if the program does not import llamoe.
+        A file named config.json gets an `auto_map`, and the file llamoe_hub.py beside it, so that transformers can load
+        the folder in programs that do not import llamoe (see `hub.py`).
         """
         path = Path(json_file_path)
         if path.name != CONFIG_NAME:
@@ -336,13 +337,13 @@ class LlamoeBaseConfig(PreTrainedConfig):
         if not isinstance(theta, (int, float)) or not 0 < theta < math.inf:
             fail(self, "rope_parameters['rope_theta']", theta, "must be positive", "a number such as 10000.0")
         if self.head_dim % multiple:
-            problem = "rotary embeddings rotate pairs of channels, in pictures for rows and for columns"
+            problem = f"rotary embeddings need groups of {multiple} channels"
             fail(self, "head_dim", self.head_dim, problem, f"a multiple of {multiple}")
         if rope.get("rope_type") != "proportional" and factor not in (None, 1):
             valid = "1.0, or rope_type 'proportional'"
-            fail(self, "rope_parameters['partial_rotary_factor']", factor, "the whole head is rotated", valid)
-        # Scout is published with equal factors, which are right: no frequency lies between the scaled frequencies and
-        # the unscaled ones. transformers would warn of them each time.
+            fail(self, "rope_parameters['partial_rotary_factor']", factor, "all channels are rotated", valid)
+        # Scout has equal factors, of which transformers would warn each time. They are right: no frequency lies between
+        # the scaled frequencies and the unscaled ones.
         low, high = rope.get("low_freq_factor"), rope.get("high_freq_factor")
         if rope.get("rope_type") != "llama3" or low is None or low != high:
             super().validate_rope()
@@ -358,6 +359,25 @@ class LlamoeBaseConfig(PreTrainedConfig):
         return mine == theirs
 
 
+def _without_partial_rotary(content: dict[str, Any]) -> dict[str, Any]:
+    """Return a stock configuration without `partial_rotary_factor`, if transformers ignores it.
+
+    Without scaling transformers rotates all channels, whatever the entry says.
+    """
+    name = "partial_rotary_factor"
+    ropes = {
+        key: content[key] for key in ("rope_scaling", "rope_parameters") if isinstance(content.get(key), dict)
+    }
+    rope = next(filter(None, ropes.values()), {})
+    if rope.get("rope_type", rope.get("type", "default")) != "default":
+        return content
+    content = content | {
+        key: {k: value for k, value in rope.items() if k != name} for key, rope in ropes.items()
+    }
+    content.pop(name, None)
+    return content
+
+
 @contextmanager
 def unreadable_as_value_error(config_class: type) -> Iterator[None]:
     """Enter a context that turns any error of transformers about wrong fields into a `ConfigurationError`."""
@@ -370,7 +390,7 @@ def unreadable_as_value_error(config_class: type) -> Iterator[None]:
 
 
 def _report_as_value_errors(cls: Any) -> None:
-    """Wrap the methods that `strict` has made for a class, to read stock's fields and to raise `ValueError`s."""
+    """Wrap the methods that `strict` has made for a class, so that they read stock's fields and raise `ValueError`s."""
     strict_init, strict_setattr, strict_validate = cls.__init__, cls.__setattr__, cls.validate
 
     @functools.wraps(strict_init)

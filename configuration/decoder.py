@@ -107,14 +107,8 @@ class DecoderConfig(LlamoeBaseConfig):
                 fail(self, "hidden_size", hidden, problem, valid)
             self.head_dim = hidden // heads
         if any(key.endswith("_attention") for key in self.rope_parameters or ()):
-            problem = "all layers have the same rotary embedding"
-            fail(
-                self,
-                "rope_parameters",
-                self.rope_parameters,
-                problem,
-                "parameters that are not by layer type",
-            )
+            problem = "layer types cannot have rotary embeddings of their own"
+            fail(self, "rope_parameters", self.rope_parameters, problem, "the same entries for all layers")
         super().__post_init__(**kwargs)
 
     def validate_architecture(self) -> None:
@@ -126,10 +120,7 @@ class DecoderConfig(LlamoeBaseConfig):
             fail(self, "num_key_value_heads", kv_heads, problem, valid)
 
     def validate_layer_type(self) -> None:
-        """Check the attention types, and cut lists to the number of layers, as transformers does.
-
-        A list is too long if `num_hidden_layers` was reduced.
-        """
+        """Check the attention types; cut lists that are longer than `num_hidden_layers`, as transformers does."""
         for name in ("layer_types", "no_rope_layers"):
             if entries := getattr(self, name, None):
                 setattr(self, name, entries[: self.num_hidden_layers])
@@ -166,7 +157,7 @@ class WindowedConfig(DecoderConfig):
 
     @classmethod
     def _override(cls, data: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
-        """Return the fields with overrides applied; a new window applies to all layers unless `layer_types` differ."""
+        """Return the fields with overrides applied; a new window is for all layers unless they had two kinds."""
         data = super()._override(data, overrides)
         if "sliding_window" in overrides and len(set(data.get("layer_types") or ())) < 2:
             data["layer_types"] = overrides.get("layer_types")

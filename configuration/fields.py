@@ -25,13 +25,13 @@ class Meaning(NamedTuple):
     """Effect and valid range of a field.
 
     Attributes:
-        effect: what the field changes in a forward pass in evaluation, with the same weights and token ids.
-            "function": the result. "structure": the result, too, but other weights may compute the same (sizes, heads,
-            experts, the order of channels). "training": only training, or outputs beside the predictions. "none":
-            nothing.
+        effect: what changes if the field changes, in evaluation with the same weights and token ids. "function": the
+            predictions. "structure": the predictions, too, but a model with other weights may give the old ones (sizes,
+            heads, experts, the order of channels). "training": only training, or outputs beside the predictions.
+            "none": nothing.
         part: the part of the model that uses the field, one of `parts()` of its configuration; None if all models do.
         stock: what transformers' class does with a field of this name. "read": it uses the value, if it has the field.
-            "ignored": it uses the default, whatever the value. "model type": each of its model types has one value.
+            "ignored": it uses the default, whatever the value. "model type": other values are other model types.
         least, most: the smallest and the largest valid number.
         below: the smallest number that is too large; None to use `most`.
         choices: all valid values; empty if `choices` does not limit them.

@@ -73,7 +73,7 @@ def is_saving_stock() -> bool:
 
 
 def entries_of_others(auto_map: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the entries of an `auto_map` that do not name llamoe's file; a Hub repository may be in front of it."""
+    """Return the entries of an `auto_map` that do not name llamoe_hub.py, alone or behind a Hub repository's name."""
     return {name: entry for name, entry in (auto_map or {}).items() if f"{MODULE_NAME}." not in str(entry)}
 
 

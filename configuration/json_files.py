@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from uuid import uuid4
 
 from .errors import CheckpointError
@@ -62,18 +62,13 @@ def write_whole(path: str | os.PathLike, text: str) -> None:
         unfinished.unlink(missing_ok=True)
 
 
-class FileStamp(NamedTuple):
-    """Size, time of writing and identity of a file; if they are other than before, the content may have changed."""
-
-    size: int
-    mtime_ns: int
-    inode: int
-    device: int
+FileStamp = tuple[int, int, int, int]
+"""Size, time of writing, inode and device of a file. If they differ from before, the content may have changed."""
 
 
 def stamp_of(status: os.stat_result) -> FileStamp:
     """Return the stamp of a file; for a link, of its target."""
-    return FileStamp(status.st_size, status.st_mtime_ns, status.st_ino, status.st_dev)
+    return status.st_size, status.st_mtime_ns, status.st_ino, status.st_dev
 
 
 def read_json(path: str | os.PathLike, most: int = _MOST_BYTES) -> dict[str, Any]:

@@ -23,7 +23,7 @@ def cache_tokens(config: LlamoeBaseConfig, context: int, piece: int = 1) -> list
         piece: Number of prompt tokens in one forward call: all of them, or `prefill_chunk_size` of `generate`.
 
     Raises:
-        ValueError: `context` is not a number from 1 to the model's limit, or `piece` not one from 1 to `context`.
+        ValueError: `context` exceeds the model's limit, `piece` exceeds `context`, or one of them is below 1.
     """
     text = config.get_text_config()
     for name, value, most in (("context", context, text.max_position_embeddings), ("piece", piece, context)):

@@ -47,7 +47,7 @@ class LlamoeConfig(LlamoeBaseConfig):
         "vision_config": LlamoeVisionConfig,
     }
 
-    # Assigned values are converted to these types.
+    # For type checkers: `__setattr__` converts assigned values to these types.
     if TYPE_CHECKING:
         vision_config: LlamoeVisionConfig
         text_config: LlamoeTextConfig

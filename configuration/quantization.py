@@ -22,7 +22,7 @@ class QuantizationConfig(QuantizationConfigMixin):
     Embeddings, output head, norms, routers, vision tower and projector stay in 16 bits. Products are computed in
     bfloat16, to which a model of another dtype is cast.
 
-    For a folder that is quantized already it chooses `activations` alone; transformers warns that all else is ignored.
+    For a folder that is quantized already only `activations` counts: transformers warns that it ignores other fields.
 
     Attributes:
         weights: "int4" (a scale and a zero point for each group of inputs; the default) or "int8" (a scale for each
@@ -40,7 +40,7 @@ class QuantizationConfig(QuantizationConfigMixin):
         format_version: version of the layout in files.
     """
 
-    # Names of the arguments that were not None: a quantized folder must have the same values. Not a field of the dict.
+    # Names of the arguments that were not None: only these are compared with a quantized folder. Not part of the dict.
     __slots__ = ("given",)
 
     def __init__(

@@ -116,8 +116,8 @@ def _adjust_mixtral(config: LlamoeMixtralConfig, data: dict[str, Any]) -> None:
 
 def _adjust_text(config: LlamoeTextConfig, data: dict[str, Any]) -> None:
     data["attn_temperature_tuning"] = bool(config.attn_temperature_tuning)
-    # transformers makes a mask of chunks even if no layer has chunks. It divides by the interval even if
-    # `no_rope_layers` is given.
+    # transformers needs both numbers: it makes a mask of chunks even if no layer has chunks, and divides by the
+    # interval even if `no_rope_layers` is given.
     if config.attention_chunk_size is None:
         data["attention_chunk_size"] = config.max_position_embeddings
     if not config.no_rope_layer_interval:

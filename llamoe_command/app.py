@@ -4,7 +4,6 @@ A command that calls a function of `llamoe.conversion` has the function's option
 torch takes seconds, so such imports stand inside functions: help and errors in options are shown at once.
 """
 
-import contextlib
 import dataclasses
 import functools
 import importlib
@@ -56,10 +55,8 @@ def load_conversion(*sources: Path, is_silent: bool = False) -> ModuleType:
         ValueError: a source does not exist.
     """
     for path in sources:
-        # Paths that may not be read are reported by the command's function.
-        with contextlib.suppress(OSError):
-            if not path.exists():
-                raise ValueError(f"{path}: no such file or folder.")
+        if not path.exists():
+            raise ValueError(f"{path}: no such file or folder.")
     conversion = load("llamoe.conversion", is_silent)
     from transformers.utils import logging
 

@@ -71,7 +71,7 @@ def vision(
     """Convert a vision tower: open_clip's MetaCLIP, Hugging Face's CLIP and MetaCLIP 2, or llamoe's.
 
     An open_clip file does not store which activation function the tower was trained with. MetaCLIP's first releases use
-    QuickGELU, which is a part of the name that --model takes.
+    QuickGELU: for them, give --model a name that ends with -quickgelu.
 
         llamoe vision l14_400m.pt tower --model ViT-L-14-quickgelu --image-size 336
     """

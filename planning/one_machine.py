@@ -41,7 +41,7 @@ class PlacementPlan:
         expert_bytes_per_step: routed experts that a decoding step of all rows reads, from all devices together.
         hit_share: share of the offloaded experts that fit into `experts_memory`: the cache's hit rate if all experts
             are equally likely.
-        seconds: estimated seconds of one decoding step, by cause.
+        seconds: estimated seconds of one decoding step, by what is read.
         tokens_per_second: of all rows together, estimated from bandwidths alone; None for vision towers and training.
         bandwidths: bandwidths of the estimate.
         notes: advice, in sentences.
@@ -184,7 +184,7 @@ def plan_placement(
         )
     seconds = seconds_of_step(placement, sizes.chosen, batch, bandwidths)
     if step is not None and placement.memory is not None:
-        offloaded = (unit for unit, _, place in placement.rows() if place is not None)
+        offloaded = (unit for unit, _, experts_device in placement.rows() if experts_device is not None)
         read = sum(expert_bytes(unit, sizes.chosen, step.tokens * batch) for unit in offloaded)
         # The backward pass reads experts in reverse order, so the last used ones are still cached.
         step = replace(step, expert_bytes=round(2 * read * (1 - placement.hit_share)))
@@ -208,7 +208,7 @@ def plan_placement(
         seconds=seconds,
         tokens_per_second=batch / sum(seconds.values()) if generates else None,
         bandwidths=bandwidths,
-        notes=[] if packing is None else [_how_to_quantize(packing, bool(placement.place))],
+        notes=[] if packing is None else [_how_to_quantize(packing, bool(placement.experts_device))],
         dtype=sizes.form if bits else None,
         training=step,
     )

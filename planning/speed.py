@@ -23,7 +23,7 @@ def expert_bytes(unit: Unit, chosen: int, rows: int) -> float:
 
 
 def seconds_of_step(placement: Placement, chosen: int, rows: int, bandwidths: Bandwidths) -> dict[str, float]:
-    """Estimate the seconds of one decoding step, by cause; causes that read nothing are left out.
+    """Estimate the seconds of one decoding step by what is read; entries of zero are left out.
 
     Args:
         placement: placement of the model.
@@ -34,24 +34,24 @@ def seconds_of_step(placement: Placement, chosen: int, rows: int, bandwidths: Ba
     b, main, hit_share = bandwidths, placement.main, placement.hit_share
     home = b.ram if main == "cpu" else b.gpu
     seconds: Counter[str] = Counter()
-    for unit, device, place in placement.rows():
+    for unit, device, experts_device in placement.rows():
         weights = unit.weights if unit.is_read else 0
         routed = expert_bytes(unit, chosen, rows)
         missed = routed * (1 - hit_share)
         if device in ("cpu", "disk") and device != main:
             # accelerate copies an offloaded layer in each step, with all its experts.
-            copied = weights + (0 if place else unit.experts)
+            copied = weights + (0 if experts_device else unit.experts)
             seconds["layers from the drive"] += copied / b.drive if device == "disk" else 0
             seconds["layers over the link"] += copied / b.link if main != "cpu" else 0
-        seconds["weights where they are computed"] += weights / home
+        seconds["weights"] += weights / home
         seconds["keys and values"] += unit.cache / home
-        if place is None:
-            seconds["experts where they are computed"] += routed / home
-        elif place == "cpu":
-            seconds["experts held by the accelerator"] += routed * hit_share / home
+        if experts_device is None:
+            seconds["experts"] += routed / home
+        elif experts_device == "cpu":
+            seconds["cached experts"] += routed * hit_share / home
             # The CPU computes the experts of the few tokens of a step, and reads them from its own memory.
             seconds["experts from RAM"] += missed / b.ram
         else:
             seconds["experts from the drive"] += missed / b.drive
             seconds["experts from RAM"] += routed / b.ram
-    return {cause: time for cause, time in seconds.items() if time}
+    return {name: time for name, time in seconds.items() if time}

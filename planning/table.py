@@ -1,4 +1,4 @@
-"""Format a plan as text: sizes by part and device, and the time of a token by cause."""
+"""Format a plan as text: sizes by part and device, and the time that a token takes to read each part."""
 
 import re
 from itertools import groupby
@@ -32,7 +32,7 @@ def rows_of(plan: Any) -> Rows:
     """
     rows = [("", line) for line in [*_devices(plan), *_offloaded(plan)]]
     if plan.tokens_per_second is not None:
-        rows += [(cause, f"{1000 * seconds:.2f} ms") for cause, seconds in plan.seconds.items()]
+        rows += [(f"reading {name}", f"{1000 * seconds:.2f} ms") for name, seconds in plan.seconds.items()]
         rates = ", ".join(f"{name} {rate / GB:.4g}" for name, rate in vars(plan.bandwidths).items())
         speed = plan.tokens_per_second
         text = f"{speed:,.0f}" if speed >= 1000 else f"{speed:.3g}"

@@ -62,7 +62,7 @@ class TrainingPlan:
 
     @property
     def memory(self) -> int:
-        """Return the bytes beside weights and cached experts, with checkpointing, float32 AdamW and `skip_logits`."""
+        """Return the bytes of a step beside weights and cached experts, with checkpointing and `skip_logits`."""
         whole_step = self.adapters + self.gradients + self.optimizer + self.unpacked
         # The maximum, since the loss is freed before checkpointing recomputes a layer's activations.
         return whole_step + max(self.activations, self.loss)

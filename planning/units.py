@@ -107,8 +107,8 @@ def sizes_of(source: Source, bits: int | None, quantization: QuantizationConfig 
         quantization: one of llamoe's formats.
 
     Raises:
-        ValueError: `bits` is another number; both arguments are given, or one for weights that are quantized already;
-            quantized weights without files; or the format cannot store one of the weights.
+        ValueError: the arguments are wrong or contradict each other, the model is quantized already or its quantized
+            files are missing, or the format cannot store one of the weights.
     """
     if bits is not None and quantization is not None:
         raise ValueError(f"bits={bits} and quantization={quantization.weights!r}: give only one of them.")

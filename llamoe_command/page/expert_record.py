@@ -26,8 +26,8 @@ class ExpertRecord:
         num_prompt: number of tokens of the prompt.
         is_image: whether a token stands for a part of a picture, bool `[T]`.
         answer: text of each token of the answer.
-        picture: the last picture of the prompt, in the size in which the model sees it as a whole; None without one.
-        side: number of tokens along a side of `picture`, whose tokens are the last ones in `is_image`; 0 without one.
+        picture: the last picture of the prompt, resized to one tile; None without a picture.
+        side: number of tokens along a side of `picture`, which has the last tokens of `is_image`; 0 without a picture.
     """
 
     layers: list[str]

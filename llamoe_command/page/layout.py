@@ -37,13 +37,8 @@ def make_page(chat: ChatModel) -> gr.Blocks:
             with gr.Tab("Chat"):
                 _chat(chat, outcome)
                 speed = gr.Markdown(elem_id="speed")
-                outcome.change(
-                    lambda last: str(last or ""),
-                    outcome,
-                    speed,
-                    show_progress="hidden",
-                    api_visibility="private",
-                )
+                hidden: Any = {"show_progress": "hidden", "api_visibility": "private"}
+                outcome.change(lambda last: str(last or ""), outcome, speed, **hidden)
             if chat.has_experts:
                 with gr.Tab("Experts"):
                     _experts(chat, outcome)
@@ -67,13 +62,8 @@ def _chat(chat: ChatModel, outcome: gr.State) -> None:
     ) -> Iterator[tuple[str, Outcome | None]]:
         try:
             earlier = _answered([_as_chat_message(message) for message in history])
-            messages = [*earlier, {"role": "user", "content": _read(message)}]
-            yield from chat.answer(
-                _plain_text(messages, chat),
-                max_new_tokens,
-                temperature,
-                is_adapted=is_adapted,
-            )
+            messages = _plain_text([*earlier, {"role": "user", "content": _read(message)}], chat)
+            yield from chat.answer(messages, max_new_tokens, temperature, is_adapted=is_adapted)
         # The error becomes an answer, since an exception in an event would leave gradio's input box locked.
         except Exception as error:
             if not isinstance(error, (OSError, ValueError)):

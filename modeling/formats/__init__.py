@@ -1,8 +1,8 @@
-"""Weight formats: plain weights of 16 to 64 bits, int4, int8, and bitsandbytes' formats.
+"""Weight formats: how a weight matrix is stored, unpacked and multiplied. Formats work on tensors and use no modules.
 
-Reading order: format (the interface), plain, int4_layout (the order of 4-bit codes in memory and files), scales (how
-they are chosen), few_bits (base class of the next two files), int4, int8, bnb, packed (a folder: 4-bit and 8-bit weights
-of other programs, converted to int4 or plain weights). Formats work on tensors and use no modules.
+Reading order: format (the interface), plain (floats of 16 to 64 bits), int4_layout (the order of 4-bit codes in memory
+and files), scales (how they are chosen), few_bits (base class of the next two files), int4, int8, bnb (bitsandbytes'
+formats), packed (a folder: conversion of other programs' quantized weights to int4 or plain weights).
 """
 
 from .bnb import Bnb

@@ -1,11 +1,11 @@
-"""bitsandbytes' formats: the weights of `Linear4bit` and `Linear8bitLt`, for the experts' matrices.
+"""bitsandbytes' formats, those of `Linear4bit` and `Linear8bitLt`, for the matrices of experts.
 
-bitsandbytes' own functions quantize and unpack them; a product unpacks one expert's matrix first, on every device.
-Files store each matrix as the tensors of a linear layer, with the name suffixes "weight", "weight.absmax", "SCB" …
-An expert's gate and up are one stack here, but two linear layers in files, with separate blocks and nested statistics
-(`Bnb.count`).
+Functions of bitsandbytes quantize and unpack a matrix; each product first unpacks the matrix of its expert. Importing
+this file does not import bitsandbytes.
 
-bitsandbytes is imported when a matrix is quantized or unpacked.
+Files store each matrix as the tensors of a linear layer, whose names end in "weight", "weight.absmax", "SCB" and so on.
+In memory an expert's gate and up are parts of one stack; in files they are two linear layers, each with blocks and
+nested statistics of its own (`Bnb.count`).
 
 Shapes: O outputs, I inputs, B blocks of a matrix.
 """
@@ -21,29 +21,30 @@ import torch
 from ...configuration.errors import CheckpointError
 from .format import MAKERS, Format, Parts, Sizes
 
-# Weights of a block, as in bitsandbytes' linear layers; with double quantization, blocks that share a nested scale.
+# The sizes in bitsandbytes' linear layers: weights that share a scale, and scales that share a nested scale.
 BLOCKSIZE, NESTED_BLOCKSIZE = 64, 256
-_REMEDY = "The checkpoint is damaged, or is not that of this config.json: quantize the original one again."
+_REMEDY = (
+    "The checkpoint is damaged, or does not belong to this config.json: quantize the original model again."
+)
 
 
 @dataclass(frozen=True)
 class Bnb(Format):
-    """A format of bitsandbytes', which also reads the linear layers of folders in it, as `formats.packed.Layout` does.
+    """A format of bitsandbytes. It also reads linear layers in files, with the methods of `formats.packed.Layout`.
 
-    Parts have an axis for the matrix in front. Of one matrix they are
+    Each part has an axis for `count` matrices in front. Without this axis the parts are
 
-    * "int8": codes `[O, I]` int8, and the largest absolute weight of each output, `[O]` float32, which bitsandbytes
-      calls SCB; a weight is `code * SCB / 127`. Weights are as in LLM.int8(), but rows stay in the products' dtype:
-      they are not rounded to 8 bits, so outliers need no treatment.
-    * "nf4" and "fp4": codes `[ceil(O * I / 2)]` uint8, and a scale for each block `[B]` float32, called absmax. With
-      double quantization the scales are uint8 codes; then follow their own scales `[ceil(B / 256)]` float32, called
-      nested absmax, and the mean of the scales `[]` float32, called offset.
+    * for "int8": codes, `[O, I]` int8, and the largest absolute weight of each output, `[O]` float32, called SCB. A
+      weight is `code * SCB / 127`, as in LLM.int8(). Unlike there, products do not round rows to 8 bits.
+    * for "nf4" and "fp4": codes, `[ceil(O * I / 2)]` uint8, and a scale for each block, `[B]` float32, called absmax.
+      With double quantization the scales are uint8 codes. Two more parts then hold the scales of these codes,
+      `[ceil(B / 256)]` float32, called nested absmax, and the mean of the scales, `[]` float32, called offset.
 
     Attributes:
         compute_dtype: dtype of the products.
         quant_type: "int8", "nf4" or "fp4".
-        is_nested: the scales are quantized, too (double quantization).
-        count: number of stacked matrices of equal sizes that are quantized separately.
+        is_nested: True if scales are quantized, too (double quantization).
+        count: number of matrices of equal sizes that are stacked, but quantized separately; 2 for gate and up.
     """
 
     compute_dtype: torch.dtype
@@ -66,7 +67,7 @@ class Bnb(Format):
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Name suffixes of a matrix's tensors in files, first of those that are parts."""
+        """What the names of a matrix's tensors in files end with; the first is that of the codes."""
         if self.quant_type == "int8":
             return "weight", "SCB", "weight_format"
         state = f"quant_state.bitsandbytes__{self.quant_type}"
@@ -74,7 +75,7 @@ class Bnb(Format):
         return "weight", *(f"weight.{kind}" for kind in beside)
 
     def sizes_of_one(self, sizes: Sizes) -> Sizes:
-        """Return the sizes of one of the matrices."""
+        """Return the sizes of one of the `count` matrices."""
         return sizes[0] // self.count, sizes[1]
 
     def parts(self, sizes: Sizes) -> list[tuple[tuple[int, ...], torch.dtype]]:
@@ -118,7 +119,7 @@ class Bnb(Format):
         return dequantize_4bit(parts[0].view(-1, 1), self._state(parts, sizes, dtype))
 
     def _state(self, parts: Parts, sizes: Sizes, dtype: torch.dtype) -> Any:
-        """Return bitsandbytes' description of a matrix of 4 bits."""
+        """Return bitsandbytes' description of a 4-bit matrix that is unpacked to `dtype`."""
         from bitsandbytes.functional import QuantState
 
         device = parts[0].device
@@ -137,18 +138,18 @@ class Bnb(Format):
         )
 
     def for_file(self, parts: Parts, sizes: Sizes, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        """Return one matrix's tensors for files, by name suffix; `dtype` is that of unpacked weights."""
+        """Return the tensors of one matrix for files, by `kinds`; readers unpack 4 bits to `dtype`."""
         if self.quant_type == "int8":
-            # 0 is the row-major layout, the only one that current bitsandbytes has.
+            # 0 means row-major, the only layout of current bitsandbytes.
             return {"weight": parts[0], "SCB": parts[1], "weight_format": torch.tensor(0, dtype=torch.uint8)}
         state = self._state(parts, sizes, dtype)
-        # Copy the lookup table, which matrices share: safetensors refuses one tensor under two names.
+        # All matrices share the lookup table, and safetensors refuses one tensor under two names.
         state.code = state.code.clone()
         beside = state.as_dict(packed=True)
         return {"weight": parts[0].view(-1, 1)} | {f"weight.{kind}": part for kind, part in beside.items()}
 
     def from_file(self, tensors: Mapping[str, torch.Tensor], sizes: Sizes) -> list[torch.Tensor]:
-        """Return the parts of one matrix of these sizes from its tensors in a file, by name suffix.
+        """Return the parts of one matrix of these sizes from its tensors in a file, which are given by `kinds`.
 
         Raises:
             CheckpointError: the tensors are of another format, or of a matrix of other sizes.
@@ -162,7 +163,7 @@ class Bnb(Format):
             raise CheckpointError(f"{', '.join(missing)} missing. {_REMEDY}")
         if self.quant_type == "int8":
             if (layout := tensors.get("weight_format")) is not None and layout.any():
-                raise CheckpointError(f"weight_format is not 0, but a layout of old GPUs. {_REMEDY}")
+                raise CheckpointError(f"weight_format is {int(layout.max())}, not 0 (row-major). {_REMEDY}")
             return [tensors["weight"], tensors["SCB"].float()]
         state = json.loads(bytes(tensors[self.kinds[-1]].tolist()))
         names = ("quant_type", "blocksize", "shape", "nested_blocksize")
@@ -170,7 +171,7 @@ class Bnb(Format):
         wanted = [self.quant_type, BLOCKSIZE, [*sizes], NESTED_BLOCKSIZE if self.is_nested else None]
         if stored != wanted:
             raise CheckpointError(f"{', '.join(names)} are {stored}, not {wanted}. {_REMEDY}")
-        # A file may store the bytes of the codes in any dtype.
+        # Files may store two codes a byte, or these bytes as numbers of another dtype (bnb_4bit_quant_storage).
         codes = tensors["weight"].contiguous().view(torch.uint8).flatten()
         if not self.is_nested:
             return [codes, tensors["weight.absmax"].float()]
@@ -180,12 +181,12 @@ class Bnb(Format):
     def parts_of(
         self, matrices: Sequence[Mapping[str, torch.Tensor]], sizes: Sizes, form: Format
     ) -> list[torch.Tensor]:
-        """Return the parts of matrices of these sizes, such as an expert's gate and up."""
+        """Return the parts of the `count` matrices of an expert, which have these sizes each."""
         ones = [self.from_file(tensors, sizes) for tensors in matrices]
         return [torch.stack(part) for part in zip(*ones, strict=True)]
 
     def weight_of(self, tensors: Mapping[str, torch.Tensor], sizes: Sizes) -> torch.Tensor:
-        """Return the weight of a layer, unpacked unless it is plain already."""
+        """Return the weight of a linear layer, `[O, I]`: unpacked, or as it is if the file stores it plain."""
         if set(tensors) == {"weight"} and tensors["weight"].is_floating_point():
             return tensors["weight"]
         return self._unpack_one(self.from_file(tensors, sizes), sizes, self.compute_dtype)
@@ -193,7 +194,7 @@ class Bnb(Format):
 
 @lru_cache
 def code_of(name: str, device: torch.device) -> torch.Tensor:
-    """Return the lookup table of codes: "nf4", "fp4", or "dynamic" for doubly quantized scales."""
+    """Return the numbers that codes mean: of "nf4" and "fp4" 16, of "dynamic", for nested scales, 256."""
     from bitsandbytes.functional import create_dynamic_map, get_4bit_type
 
     return create_dynamic_map().to(device) if name == "dynamic" else get_4bit_type(name, device=device)

@@ -1,7 +1,7 @@
 """Base class of int4 and int8, with their products.
 
-On a CPU a compiled kernel multiplies few rows by the codes, on a GPU a Triton kernel does (`Format.product`). Otherwise
-the matrix is unpacked block by block, and torch multiplies each block.
+Kernels multiply few rows by the codes: compiled C++ on a CPU, Triton on a GPU (`Format.product`). For more rows, or
+without a kernel, the matrix is unpacked block by block, and torch multiplies the rows by each block.
 
 Shapes: O outputs, I inputs, P inputs with padding, N rows.
 """
@@ -20,11 +20,11 @@ from .int4_layout import slices_of
 
 @dataclass(frozen=True, kw_only=True)
 class FewBits(Format):
-    """A format of codes of 4 or 8 bits, and scales in bfloat16.
+    """A format with codes of 4 or 8 bits and scales in bfloat16.
 
     Attributes:
-        search: choose scales by the least squared error.
-        in_bytes: CPU kernels quantize rows to 8 bits.
+        search: quantize with the scales that have the least squared error, not with the range of the weights.
+        in_bytes: quantize rows to 8 bits in the CPU kernels.
     """
 
     search: bool = True
@@ -37,33 +37,30 @@ class FewBits(Format):
         return replace(self, in_bytes=False)
 
     def padded(self, num_in: int) -> int:
-        """Return P, the number of inputs that are stored for `num_in` inputs."""
+        """Return P, the number of inputs that codes have for a matrix of `num_in` inputs."""
         return num_in
 
     @abstractmethod
     def for_cpu_kernel(self, parts: Parts) -> Matrix:
-        """Describe a matrix to the compiled kernels."""
+        """Describe a matrix to the C++ kernels."""
 
     @abstractmethod
     def blocks(
         self, parts: Parts, dtype: torch.dtype, is_whole: bool = False
     ) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Yield slices of outputs with their columns `[P, …]`, which the next block may overwrite.
+        """Yield slices of outputs and their unpacked weights, `[P, outputs]`, which the next block may overwrite.
 
-        Args:
-            parts: of one matrix.
-            dtype: of the columns.
-            is_whole: do not divide the matrix into blocks that fit into a CPU's cache.
+        A block fits into a CPU's cache unless `is_whole`.
         """
 
     def scaled(self, x_NO: torch.Tensor, parts: Parts) -> torch.Tensor:
-        """Multiply columns by the scales of outputs, if `blocks` does not apply them."""
+        """Multiply columns by the scales of their outputs; return `x_NO` itself if `blocks` has applied the scales."""
         return x_NO
 
     def multiply(self, x_NI: torch.Tensor, parts: Parts, sizes: Sizes) -> torch.Tensor:
         if padding := self.padded(sizes[1]) - sizes[1]:
             x_NI = F.pad(x_NI, (0, padding))
-        # The kernels unpack codes again for every few rows; for more rows unpacking once is faster.
+        # The kernels unpack codes once for every few rows. For many rows it is faster to unpack all codes once.
         most = rows_in_bytes() if self.in_bytes else FEW_BITS_FLOAT_MAX_ROWS
         if parts[0].is_cpu and len(x_NI) <= most:
             y_NO = cpp_product(x_NI, self.for_cpu_kernel(parts))
@@ -78,13 +75,16 @@ class FewBits(Format):
     def multiply_transposed(self, x_NO: torch.Tensor, parts: Parts, sizes: Sizes) -> torch.Tensor:
         x = self.scaled(x_NO.to(dtype_of_blocks(x_NO)), parts)
         y_NP = x.new_zeros(len(x), self.padded(sizes[1]))
-        # Sums over several blocks are in float32: in 16 bits they would be rounded after each block.
+        # A sum over several blocks is in float32, since bfloat16 would be rounded after each block.
         for some, weight_PO in self.blocks(parts, x.dtype, is_whole=x.dtype != torch.float32):
             y_NP.addmm_(x[:, some], weight_PO.T)
         return y_NP[:, : sizes[1]].to(x_NO.dtype)
 
 
 def rows_of(weight_OI: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the outputs to quantize at once, in float32; on a GPU they take up to half a gigabyte."""
+    """Yield the weights of some outputs after the other in float32, to be quantized at once.
+
+    On a CPU the cache holds them; on a GPU they take up to half a gigabyte.
+    """
     for some in slices_of(weight_OI, weight_OI.shape[1], 1 << 17, 1 << 27):
         yield weight_OI[some].contiguous().float()

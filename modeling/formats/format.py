@@ -1,19 +1,19 @@
 """Interface of weight formats, products with packed matrices, and `MAKERS`, the table of all formats.
 
-A format stores one matrix `[O, I]`, of a linear layer or of one expert, as one or several tensors, its parts. A stack
-of experts has the same parts with an axis for experts in front. A format uses no modules.
+A format stores the matrix `[O, I]` of a linear layer or of one expert as one or more tensors, called its parts. For a
+stack of experts each part has an axis for experts in front.
 
-A new format is one file of this folder, `<word>.py`: a frozen dataclass that derives from `Format`, and
-`MAKERS["<word>"]`. It must give
+To add a format, add one file `<word>.py` to this folder. It defines a frozen dataclass that derives from `Format`, and
+enters it as `MAKERS["<word>"]`. The class must define
 
 * `suffixes` and `compute_dtype`;
-* `key`: its word and its fields, such as "int4:32", from which the maker makes an equal format;
-* `parts(sizes)`: shapes and dtypes of the parts; the first holds the codes;
+* `key`: the word and the fields, such as "int4:32", from which `MAKERS["<word>"]` makes an equal format;
+* `parts(sizes)`: the shapes and dtypes of the parts; the first part holds the codes;
 * `quantize(weight)`: the parts of a matrix;
-* `matrix(parts, sizes, dtype)`: the unpacked matrix, which products use by default.
+* `matrix(parts, sizes, dtype)`: the unpacked matrix, which `multiply` uses by default.
 
-It may give `refusal`, if it does not support all sizes; `multiply` and `multiply_transposed`, if it has a product
-faster than unpacking first; and `for_gpu_kernel`, if the Triton kernels support its codes.
+The class may define `refusal` if it does not support all sizes, `multiply` and `multiply_transposed` if it has products
+that are faster than unpacking first, and `for_gpu_kernel` if the Triton kernels can read its codes.
 `QuantizedLinear(layer, form)` and `QuantizedExperts(experts, form)` take any format.
 
 Shapes: O outputs, I inputs, N rows.
@@ -43,37 +43,37 @@ Sizes = tuple[int, int]
 
 
 class Format(ABC):
-    """One way to store a matrix, and the products of rows with it from either side."""
+    """A way to store a matrix, with the products of rows and the matrix or its transpose."""
 
     suffixes: ClassVar[tuple[str, ...]]
-    """Suffixes of the parts' names after the weight's name; the first is "", for the weight or its codes."""
+    """What follows the weight's name in the names of the parts. The first is "", for the weight itself or its codes."""
     compute_dtype: torch.dtype
     """Dtype of the products."""
     is_packed: ClassVar[bool] = True
-    """True if the first part holds codes, which only this format can read, instead of plain weights."""
+    """True if the first part holds codes, False if it holds plain weights."""
     is_unfused_in_files: ClassVar[bool] = False
-    """True if files store an expert's gate, up and down separately, as linear layers."""
+    """True if files store an expert's gate, up and down as three linear layers."""
 
     @property
     @abstractmethod
     def key(self) -> str:
-        """Text from which `format_of` makes this format again: custom operators take no objects."""
+        """Text from which `format_of` makes an equal format: custom operators take no objects as arguments."""
 
     @property
     def exact(self) -> "Format":
-        """The same format without rounding of rows to 8 bits, as training needs."""
+        """This format with products that do not round rows to 8 bits, as training needs."""
         return self
 
     def refusal(self, sizes: Sizes) -> str | None:
-        """Explain why a matrix of these sizes cannot be stored; None if it can."""
+        """Return why a matrix of these sizes cannot be stored; None if it can."""
         return None
 
     @abstractmethod
     def parts(self, sizes: Sizes) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """Return the shape and dtype of each part."""
+        """Return the shape and dtype of each part of one matrix."""
 
     def nbytes(self, sizes: Sizes) -> int:
-        """Return the size of all parts in bytes."""
+        """Return the bytes of all parts of one matrix."""
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.parts(sizes))
 
     @abstractmethod
@@ -82,24 +82,24 @@ class Format(ABC):
 
     @abstractmethod
     def matrix(self, parts: Parts, sizes: Sizes, dtype: torch.dtype) -> torch.Tensor:
-        """Return the dequantized matrix `[O, I]`, which may be a view with any strides."""
+        """Return the dequantized matrix `[O, I]`, maybe as a view with any strides."""
 
     def multiply(self, x_NI: torch.Tensor, parts: Parts, sizes: Sizes) -> torch.Tensor:
-        """Multiply rows by the transposed matrix, `[N, O]`, both in `compute_dtype`."""
+        """Multiply rows in `compute_dtype` by the transposed matrix: `[N, O]`."""
         return linear(x_NI, self.matrix(parts, sizes, x_NI.dtype))
 
     def multiply_transposed(self, x_NO: torch.Tensor, parts: Parts, sizes: Sizes) -> torch.Tensor:
-        """Multiply rows by the matrix, `[N, I]`: the gradient of `multiply`."""
+        """Multiply rows in `compute_dtype` by the matrix, as for gradients of rows: `[N, I]`."""
         return linear(x_NO, self.matrix(parts, sizes, x_NO.dtype).T)
 
     def for_gpu_kernel(self, parts: Parts, sizes: Sizes) -> GpuMatrix | None:
-        """Return a matrix or a stack for `kernels.packed_product`; None if it does not support this format."""
+        """Describe a matrix or a stack to `kernels.packed_product`; None if that cannot read this format."""
         return None
 
     def product(
         self, x_NC: torch.Tensor, parts: Parts, sizes: Sizes, transposed: bool = False
     ) -> torch.Tensor:
-        """Multiply rows by the matrix or its transpose; few rows by a Triton kernel, if there is one for the format."""
+        """Multiply rows by the transposed matrix, or, if `transposed`, by the matrix; few rows by a Triton kernel."""
         device = parts[0].device
         if (
             self.is_packed
@@ -113,11 +113,11 @@ class Format(ABC):
 
 
 def may_have_gpu_kernel(device: torch.device) -> bool:
-    """Return True if the device type can have kernels for packed matrices; runs for each product."""
+    """Return True if there are Triton kernels for this type of device; cheap, since each product asks."""
     return device.type == "cuda"
 
 
-# A compiler runs this function while tracing, and treats the result as a constant.
+# torch.compile runs this function while it traces, and takes the result as a constant.
 _why_no_gpu_kernel = torch.compiler.assume_constant_result(why_no_gpu_kernel)
 
 
@@ -130,39 +130,39 @@ def has_gpu_kernel(
     transposed: bool = False,
     may_check: bool = True,
 ) -> bool:
-    """Return True if a Triton kernel multiplies such matrices correctly; the first call checks it.
+    """Return True if a Triton kernel multiplies matrices like this one correctly; the first call checks the kernel.
 
     Args:
-        form: of the parts.
-        parts: of one matrix, or of a stack.
+        form: format of the matrix.
+        parts: parts of one matrix, or of a stack.
         sizes: O and I.
-        dtype: of the rows; default: the format's.
+        dtype: dtype of the rows; default: `compute_dtype` of the format.
         num_experts: E; 0 for one matrix.
-        transposed: for the product of gradients.
-        may_check: run the check if there was none; it launches kernels and waits for them.
+        transposed: ask for the kernel of `multiply_transposed`.
+        may_check: launch kernels to check them, unless they are checked; False: take unchecked kernels for wrong.
     """
     dtype = dtype or form.compute_dtype
-    # The kernels do not cast plain weights.
+    # The kernels cast codes to the dtype of the rows, but no plain weights.
     is_supported = dtype != torch.float64 and (form.is_packed or dtype == form.compute_dtype)
     if not is_supported or _why_no_gpu_kernel(parts[0].device):
         return False
     matrix = form.for_gpu_kernel(parts, sizes)
 
     def unpacked(codes: torch.Tensor, expert: int) -> torch.Tensor:
-        of_stack = [codes, *parts[1:]]
-        of_one = [part[expert] for part in of_stack] if num_experts else of_stack
-        return form.matrix(of_one, sizes, dtype).to(dtype)
+        all_parts = [codes, *parts[1:]]
+        parts_of_one = [part[expert] for part in all_parts] if num_experts else all_parts
+        return form.matrix(parts_of_one, sizes, dtype).to(dtype)
 
     return matrix is not None and is_right(matrix, unpacked, dtype, num_experts, transposed, may_check)
 
 
 MAKERS: dict[str, Callable[..., Format]] = {}
-"""Functions from a key's fields to its format, by the key's first word; each format's file adds its own."""
+"""By the first word of a key, the function that makes a format from the key's other fields."""
 
 
 @lru_cache
 def format_of(key: str) -> Format:
-    """Make the format of this key."""
+    """Return the format with this key; its file is imported if need be."""
     name, *fields = key.split(":")
     if name not in MAKERS:
         import_module(f"{__package__}.{name}")

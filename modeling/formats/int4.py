@@ -19,13 +19,13 @@ from .scales import asymmetric
 
 @dataclass(frozen=True)
 class Int4(FewBits):
-    """4-bit codes, with a scale and an offset for each output and group of inputs.
+    """The format with 4-bit codes, and a scale and an offset for each output and group of inputs.
 
-    Parts: the codes as in `int4_layout`, `[O, P / 2]` uint8; and scale and offset, `[P / group_size, O, 2]` bfloat16.
-    A last group that is not full is padded.
+    Its parts are codes in the order of `int4_layout`, `[O, P / 2]` uint8, and scales and offsets,
+    `[P / group_size, O, 2]` bfloat16. Codes pad the last group if it is not full.
 
     Attributes:
-        group_size: inputs that share a scale.
+        group_size: number of consecutive inputs that share a scale: 32, 64, 128 or 256.
     """
 
     group_size: int
@@ -52,7 +52,7 @@ class Int4(FewBits):
         padding = self.padded(weight_OI.shape[1]) - weight_OI.shape[1]
         for rows in rows_of(weight_OI):
             if padding:
-                # Pad with the last weight, so that the group's range does not change.
+                # Copies of the last weight do not change the range of the last group.
                 rows = F.pad(rows[None], (0, padding), mode="replicate")[0]
             codes_of_rows, *scale_and_offset = asymmetric(rows.view(-1, self.group_size), self.search)
             codes.append(pack(codes_of_rows.view(rows.shape)))
@@ -69,7 +69,7 @@ class Int4(FewBits):
 
     def for_gpu_kernel(self, parts: Parts, sizes: Sizes) -> GpuMatrix | None:
         codes, scales = parts
-        # Kernels read a scale and its offset as one 32-bit word.
+        # The kernels read a scale and its offset as one 32-bit word.
         return GpuMatrix("int4", sizes, codes, scales.view(torch.int32), group=self.group_size)
 
     def for_cpu_kernel(self, parts: Parts) -> Matrix:
@@ -82,11 +82,11 @@ class Int4(FewBits):
         for some in slices_of(parts[0], num_in, sys.maxsize if is_whole else BLOCK_WEIGHTS):
             packed, scales = parts[0][some], parts[1][:, some]
             size = packed.numel() * 2
-            # The blocks share memory: allocating it for the whole matrix takes longer than unpacking.
+            # All blocks share one tensor: allocating the whole matrix takes longer than unpacking it.
             if memory.numel() < size:
                 memory = torch.empty(size, dtype=dtype, device=packed.device)
             weight_PO = memory[:size].view(num_in, -1)
-            # Without the compiled kernel torch unpacks, which takes 16 times as long.
+            # Without the compiled kernel, torch takes 16 times as long.
             if not cpp_unpack(Matrix(4, self.group_size, packed, scales), weight_PO):
                 unpack(packed, scales, weight_PO)
             yield some, weight_PO

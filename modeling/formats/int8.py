@@ -16,9 +16,9 @@ from .scales import symmetric
 
 @dataclass(frozen=True)
 class Int8(FewBits):
-    """8-bit codes, with a scale for each output.
+    """The format with 8-bit codes and a scale for each output.
 
-    Parts: codes `[O, I]` int8, and scales `[O]` bfloat16.
+    Its parts are codes, `[O, I]` int8, and scales, `[O]` bfloat16.
     """
 
     @property

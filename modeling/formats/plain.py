@@ -13,12 +13,13 @@ from .format import MAKERS, Format, Parts, Sizes
 
 @dataclass(frozen=True)
 class Plain(Format):
-    """A matrix in a floating-point dtype; the only format whose weights can have gradients.
+    """The format of a matrix in a floating-point dtype, and the only one whose weights can have gradients.
 
-    Its one part is `[O, I]`, or `[I, O]` if input-first. Products cast the matrix to the rows' dtype.
+    It has one part, `[O, I]` or `[I, O]`. Products cast the matrix to the dtype of the rows.
 
     Attributes:
-        is_input_first: whether the part is `[I, O]`.
+        compute_dtype: dtype of the part.
+        is_input_first: True if the part is `[I, O]`.
     """
 
     compute_dtype: torch.dtype
@@ -47,8 +48,8 @@ class Plain(Format):
 
     def for_gpu_kernel(self, parts: Parts, sizes: Sizes) -> GpuMatrix | None:
         weight_OI = self.input_first(parts).mT
-        apart = weight_OI.stride(0) if weight_OI.dim() == 3 else 0
-        return GpuMatrix("dense", sizes, parts[0], strides=(apart, *weight_OI.stride()[-2:]))
+        expert_stride = weight_OI.stride(0) if weight_OI.dim() == 3 else 0
+        return GpuMatrix("dense", sizes, parts[0], strides=(expert_stride, *weight_OI.stride()[-2:]))
 
 
 MAKERS["plain"] = lambda dtype, is_input_first: Plain(getattr(torch, dtype), is_input_first == "1")

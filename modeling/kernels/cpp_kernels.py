@@ -361,12 +361,14 @@ def cpp_unpack(matrix: Matrix, out_IO: torch.Tensor) -> bool:
 
 
 def cpp_pack_words(words: torch.Tensor, places: Sequence[int] | None, packed: torch.Tensor) -> bool:
-    """Pack 4-bit codes, eight to a 32-bit word, into the kernels' layout; return False if there is no kernel.
+    """Pack 4-bit codes, which come eight to a 32-bit word, into the kernels' layout; return False without a kernel.
 
     Args:
-        words: int32 with any strides, `[O, I / 8]` with eight inputs a word, lowest bits first; or `[O / 8, I]`.
-        places: of each of a word's eight outputs; None if a word has eight inputs.
-        packed: `[O, I / 2]` uint8, contiguous, of whole blocks of 64 outputs.
+        words: int32 with any strides. Either `[O, I / 8]`: a word has the codes of eight inputs, lowest bits first; or
+            `[O / 8, I]`: a word has the codes of eight outputs.
+        places: for words of eight outputs, which four bits are the code of each output, counted from the lowest; else
+            None.
+        packed: the result, `[O, I / 2]` uint8, contiguous, of whole blocks of 64 outputs.
     """
     outputs, inputs = packed.shape[0], packed.shape[1] * 2
     fits = words.shape == ((outputs, inputs // 8) if places is None else (outputs // 8, inputs))

@@ -126,8 +126,9 @@ class Reader:
             self.read(piece.path, what, count, piece.begin, piece.nbytes, tensor, piece.dtype)
         try:
             parts = convert(tensors)
-        except CheckpointError as error:
-            raise CheckpointError(f"{pieces[0].path}: {what}: {error}") from error
+        except Exception as error:
+            # Name the expert: tensors of wrong shapes raise errors of torch.
+            raise CheckpointError(f"{pieces[0].path}: {what} cannot be unpacked: {error}") from error
         for target, part in zip(targets, parts, strict=True):
             target.copy_(part)
 

@@ -1,8 +1,8 @@
-"""Quantized weights: linear layers and routed experts whose matrices are packed.
+"""Linear layers and routed experts with packed weights, and the quantizers by which transformers loads and saves them.
 
-Reading order: packed (the modules), reading (how transformers' loader reads folders of packed linear layers),
-packed_quantizer (base class of quantizers), published (folders that other programs have packed), quantizer (for
-llamoe's formats), bnb (for bitsandbytes'). The formats themselves are in `formats`.
+Reading order: packed (the modules), reading (rules for files with packed linear layers), packed_quantizer (base class
+of the quantizers), published (folders of other programs), quantizer (for llamoe's formats), bnb (for bitsandbytes'
+formats). `formats` says how weights are packed and multiplied.
 """
 
 from .bnb import naming_plain_layers, register_bitsandbytes

@@ -1,9 +1,9 @@
-"""Quantizers for bitsandbytes, which extend transformers' to llamoe's routed experts.
+"""Quantizers for bitsandbytes, which also quantize llamoe's routed experts.
 
-They replace transformers' classes and derive from them; linear layers and other models are handled as before. A name in
-`llm_int8_skip_modules` that matches the experts, or the layer of a single expert as files name it, leaves the experts
-of that mixture in 16 bits. Files store each expert as linear layers: `experts.N.gate_proj`, `up_proj` and `down_proj`,
-or Mixtral's `w1`, `w3` and `w2`.
+The classes derive from transformers' quantizers and replace them. Linear layers, and models that are not llamoe's, are
+quantized by transformers' own code. If a name in `llm_int8_skip_modules` matches the experts of a layer, or a linear
+layer of one expert as files name it, all experts of that layer stay in 16 bits. Files store each expert as linear
+layers: `experts.N.gate_proj`, `up_proj` and `down_proj`, or Mixtral's `w1`, `w3` and `w2`.
 """
 
 import itertools
@@ -29,11 +29,11 @@ from .packed_quantizer import PackedQuantizer
 
 
 class QuantizesExperts(PackedQuantizer):
-    """A mixin for both quantizers; name it before transformers' class."""
+    """A mixin that quantizes routed experts, too; name it before transformers' quantizer class."""
 
     quantization_config: Any
     modules_to_not_convert: list[str]
-    # Folders of transformers 4 may have quantized routers, which were linear layers.
+    # In transformers 4 routers were linear layers, so its folders may have quantized routers.
     layers_in_files = (".feed_forward.router", ".mlp.gate")
 
     def _format(self, dtype: torch.dtype) -> Bnb:
@@ -46,13 +46,16 @@ class QuantizesExperts(PackedQuantizer):
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
         super()._process_model_before_weight_loading(model, **kwargs)
         files = kwargs.get("checkpoint_files") if self.pre_quantized else None
-        if files and isinstance(model, AtomicSaveMixin) and (dtype := _plain_dtype(files)):
-            # Whatever dtype is requested, transformers loads plain weights in the files' dtype. Biases, routers and
-            # experts, which it would cast, must follow.
+        norms = [
+            stored for stored in headers_of(files or ()) if stored.name.endswith("input_layernorm.weight")
+        ]
+        if norms and isinstance(model, AtomicSaveMixin):
+            # transformers loads norms and embeddings in the dtype of the files, whatever dtype is requested. Cast the
+            # biases, routers and experts to the same dtype, since they would be loaded in the requested one.
             for parameter in model.parameters():
                 if type(parameter) is nn.Parameter:
-                    parameter.data = parameter.data.to(dtype)
-        # In some folders the experts of only some layers are quantized.
+                    parameter.data = parameter.data.to(DTYPES[norms[0].dtype])
+        # Some folders have quantized experts in some layers only.
         stored = _packed_in(files) if files else None
         for name, module in list(model.named_modules()):
             if not isinstance(module, Experts):
@@ -65,29 +68,29 @@ class QuantizesExperts(PackedQuantizer):
                 self.layout = form if self.pre_quantized else None
 
     def _takes(self, path: str, experts: Experts) -> bool:
-        """Return True unless `llm_int8_skip_modules` names these experts or a part of them."""
+        """Return True unless `llm_int8_skip_modules` matches these experts or a linear layer of one expert."""
         parts = itertools.chain(*PARTS_OF_STACKS[experts.is_transposed].values())
         layers = (f"{path}.{n}.{part}" for n, part in itertools.product(range(experts.num_experts), parts))
         return all(should_convert_module(name, self.modules_to_not_convert) for name in (path, *layers))
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
-        # On a CPU with bfloat16 instructions, a 4-bit layer reorders its codes for a kernel in the first forward
-        # without gradients, and rounds its scales. Then scales without double quantization are saved in the wrong
-        # order, backward passes fail, and layers whose outputs are no multiple of 32 do not run.
+        # On a CPU with bfloat16 instructions, a 4-bit layer of bitsandbytes reorders its codes and rounds its scales in
+        # the first forward without gradients. After that, scales without double quantization are saved in the wrong
+        # order, backward fails, and layers whose number of outputs is no multiple of 32 do not run.
         for module in model.modules() if isinstance(model, AtomicSaveMixin) else ():
             if hasattr(module, "support_avx512bf16_for_cpu"):
                 module.support_avx512bf16_for_cpu = False
         return super()._process_model_after_weight_loading(model, **kwargs)
 
     def _dequantize(self, model: PreTrainedModel, dtype: Any = None) -> PreTrainedModel:
-        # transformers' function ends in an UnboundLocalError if experts alone were packed.
+        # transformers' function fails with an UnboundLocalError if the model has no layer of bitsandbytes.
         has_layers = any(type(module).__module__.startswith("bitsandbytes") for module in model.modules())
         return super()._dequantize(model, dtype) if has_layers else model  # pyright: ignore[reportAttributeAccessIssue]
 
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, Any] | None, dict]:
-        """Return the state dict with packed experts split into linear layers, as in files; None without any."""
+        """Return the state dict for files, with packed experts as linear layers; None if no experts are packed."""
         packed = dict(packed_modules(model))
-        # If the model has an adapter, only the adapter is saved.
+        # Of a model with an adapter transformers saves only the adapter.
         if not packed or getattr(model, "_hf_peft_config_loaded", False):
             return super().get_state_dict_and_metadata(model)
         storage = getattr(self.quantization_config, "bnb_4bit_quant_storage", torch.uint8)
@@ -107,14 +110,8 @@ class BitsAndBytes8BitQuantizer(QuantizesExperts, Bnb8BitHfQuantizer):
     """The quantizer for `load_in_8bit=True`."""
 
 
-def _plain_dtype(files: Iterable[str]) -> torch.dtype | None:
-    """Return the dtype of norms in these files, which is that of all plain weights; None without one."""
-    norms = (stored for stored in headers_of(files) if stored.name.endswith("input_layernorm.weight"))
-    return next((DTYPES[stored.dtype] for stored in norms), None)
-
-
 def _packed_in(files: Iterable[str]) -> set[str]:
-    """List the experts that are packed in these files, by layer number and path: "3.mlp.experts"."""
+    """Return the experts that are packed in these files, as number and path in the layer: "3.mlp.experts"."""
     return {
         expert.experts.rpartition("layers.")[2]
         for stored in headers_of(files)
@@ -126,15 +123,15 @@ def _packed_in(files: Iterable[str]) -> set[str]:
 def _unfused(
     experts: QuantizedExperts, storage: torch.dtype, dtype: torch.dtype
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the experts as the linear layers that files store, by name below the experts; without copying codes.
+    """Yield the tensors of the linear layers that files store for these experts, by names such as "0.up_proj.weight".
 
-    Files hold the bytes of 4-bit codes as `storage`, and record the dtype of unpacked weights.
+    The bytes of 4-bit codes are viewed as numbers of dtype `storage`; `dtype` is recorded as that of unpacked weights.
     """
     for number, stack in itertools.product(range(experts.num_experts), STACKS):
         form: Any = experts.formats[stack]
-        for place, name in enumerate(PARTS_OF_STACKS[experts.is_transposed][stack]):
-            # Give each tensor its own storage: transformers saves tensors of one storage into one file.
-            parts = [torch.from_dlpack(part[number, place]) for part in experts.parts(stack)]
+        for index, name in enumerate(PARTS_OF_STACKS[experts.is_transposed][stack]):
+            # transformers saves tensors that share a storage into one file; a tensor of DLPack has its own.
+            parts = [torch.from_dlpack(part[number, index]) for part in experts.parts(stack)]
             if parts[0].dtype == torch.uint8:
                 parts[0] = parts[0].view(storage)
             tensors = form.for_file(parts, form.sizes_of_one(experts.sizes[stack]), dtype)
@@ -143,10 +140,10 @@ def _unfused(
 
 @contextmanager
 def naming_plain_layers(model: PreTrainedModel) -> Iterator[None]:
-    """List all layers that bitsandbytes has not quantized in the model's configuration, for files of other programs.
+    """Name all layers that are not quantized in `llm_int8_skip_modules` of the model's config, inside of the context.
 
-    Without the list these skip only heads. With it they skip nothing else, and would quantize the new head of a
-    classifier, so llamoe's own folders have no list.
+    Programs that read a folder in stock's layout expect that all layers are quantized which the config does not name,
+    except heads. llamoe's own folders have no such list: with one, transformers would quantize a classifier's new head.
     """
     if not isinstance(getattr(model, "hf_quantizer", None), QuantizesExperts):
         yield
@@ -154,7 +151,7 @@ def naming_plain_layers(model: PreTrainedModel) -> Iterator[None]:
     config: Any = model.config.quantization_config
     kept = config.llm_int8_skip_modules
     plain = {
-        # In transformers 4 routers are linear layers, and Mixtral's mixture has this name.
+        # So transformers 4, where routers are linear layers, names those of Mixtral.
         name.replace(".mlp.gate", ".block_sparse_moe.gate")
         for name, module in model.named_modules()
         if type(module) in (nn.Linear, Linear)
@@ -169,6 +166,6 @@ def naming_plain_layers(model: PreTrainedModel) -> Iterator[None]:
 
 
 def register_bitsandbytes() -> None:
-    """Replace transformers' quantizers by these; called once, at import."""
+    """Replace transformers' quantizers for bitsandbytes; called once, when llamoe is imported."""
     replace_quantizer("bitsandbytes_4bit", BitsAndBytes4BitQuantizer)
     replace_quantizer("bitsandbytes_8bit", BitsAndBytes8BitQuantizer)

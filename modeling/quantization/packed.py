@@ -1,6 +1,6 @@
 """Linear layers and routed experts with packed weights.
 
-They have the attribute `is_packed`, by which `moe` and `parallel` recognise them without importing this folder.
+Their attribute `is_packed` is True, by which `moe` and `parallel` recognise them without importing this folder.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,11 +15,13 @@ from ..moe import STACKS, Experts, OutputFirstExperts, multiply_one
 
 
 class Packed(nn.Module):
-    """A mixin for layers with packed weights: codes are parameters, the other parts buffers. Name it first.
+    """A mixin for layers with packed weights: codes are parameters, other parts are buffers. Name it before the layer.
 
     Attributes:
-        sizes: O and I of each weight's matrices, by its name.
-        stacked: the number of matrices of a stack, `(E,)`; `()` for one matrix.
+        format: the format by which messages describe the weights.
+        formats: the format of each weight, by the weight's name.
+        sizes: O and I of each weight's matrices, by the weight's name.
+        stacked: `(E,)` if a weight is a stack of E matrices, `()` if it is one matrix.
     """
 
     is_packed = True
@@ -30,19 +32,15 @@ class Packed(nn.Module):
 
     @property
     def storage(self) -> str:
-        """How the weights are stored, for error messages."""
+        """How the weights are stored, such as "stored as int4:32", for error messages."""
         return f"stored as {self.format.exact.key}"
 
-    def extra_repr(self) -> str:
-        """Show the sizes and the format in `print(model)`."""
-        return f"{super().extra_repr()}, format={self.format.exact.key}"
-
     def parts(self, name: str = "weight") -> list[torch.Tensor]:
-        """Return the parts of a weight."""
+        """Return the parts of the weight with this name."""
         return [getattr(self, name + suffix) for suffix in self.formats[name].suffixes]
 
     def part_shapes(self, *names: str) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Return the shape and dtype of each part of these weights (default: all), by the part's name."""
+        """Return the shape and dtype of each part of these weights (default: of all), by the part's name."""
         return {
             name + suffix: ((*self.stacked, *shape), dtype)
             for name, form in self.formats.items()
@@ -59,16 +57,16 @@ class Packed(nn.Module):
                 self.register_buffer(name, part)
 
     def weight_shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a dequantized weight, in the model family's order of axes."""
+        """Return the shape of a dequantized weight, in the order of axes of the model family."""
         return self.sizes[name]
 
     def matrices(self, weight: torch.Tensor) -> Sequence[torch.Tensor]:
-        """View the matrices `[O, I]` of a weight of `weight_shape`."""
+        """Return views of the matrices `[O, I]` of a weight of `weight_shape`."""
         return [weight]
 
     @torch.no_grad()
     def fill(self, name: str, matrices: Iterable[Parts], device: torch.device) -> dict[str, torch.Tensor]:
-        """Make the parts of a weight, by name, from those of its matrices, one after the other."""
+        """Return the parts of a weight, by the parts' names, from the parts of each of its matrices."""
         wholes = {
             part: torch.empty(shape, dtype=dtype, device=device)
             for part, (shape, dtype) in self.part_shapes(name).items()
@@ -79,13 +77,13 @@ class Packed(nn.Module):
         return wholes
 
     def quantize(self, weight: torch.Tensor, name: str) -> dict[str, torch.Tensor]:
-        """Quantize a weight to its parts, by name."""
+        """Quantize a weight of `weight_shape`; return its parts by the parts' names."""
         form = self.formats[name]
-        return self.fill(name, (form.quantize(each) for each in self.matrices(weight)), weight.device)
+        return self.fill(name, (form.quantize(matrix) for matrix in self.matrices(weight)), weight.device)
 
     @torch.no_grad()
     def dequantized_weight(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """Dequantize a weight."""
+        """Return the dequantized weight with this name, of `weight_shape`."""
         parts = self.parts(name)
         weight = torch.empty(self.weight_shape(name), dtype=dtype, device=parts[0].device)
         parts_of_matrices = zip(*parts, strict=True) if self.stacked else [parts]
@@ -94,7 +92,7 @@ class Packed(nn.Module):
         return weight
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
-        # `model.to(dtype)` must not cast scales: kernels read one dtype, and rounding would change the weights.
+        # `model.to(dtype)` must not cast scales: kernels read scales in one dtype, and rounding would change weights.
         kept = {id(getattr(self, name)) for name in self.part_shapes()}
 
         def move(tensor: torch.Tensor) -> torch.Tensor:
@@ -106,11 +104,11 @@ class Packed(nn.Module):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: dict, strict: bool, *lists: list[str]
     ) -> None:
-        # torch would cast a plain weight to integers and load these as codes.
+        # torch would cast a plain weight to integers, and load the integers as codes.
         wrong = [
-            f"{prefix}{name} is {given.dtype}, where this packed weight has {dtype}."
+            f"{prefix}{name} is {tensor.dtype}, where this packed weight has {dtype}."
             for name, (_, dtype) in self.part_shapes().items()
-            if (given := state_dict.get(prefix + name)) is not None and given.dtype != dtype
+            if (tensor := state_dict.get(prefix + name)) is not None and tensor.dtype != dtype
         ]
         lists[-1].extend(wrong)
         if not wrong:
@@ -120,11 +118,11 @@ class Packed(nn.Module):
 class QuantizedLinear(Packed, nn.Linear):
     """A linear layer with a packed weight, which has no gradient.
 
-    It is an `nn.Linear`, so that peft adapts it. `weight` holds the codes; buffers hold the other parts.
+    The class derives from `nn.Linear`, so that peft adapts it. `weight` holds the codes, buffers hold the other parts.
     """
 
     def __init__(self, linear: nn.Linear, form: Format):
-        """Replace a layer's weight by empty parts."""
+        """Make a layer with the sizes of `linear`, whose parts and bias are not filled."""
         nn.Module.__init__(self)
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.format, self.formats = form, {"weight": form}
@@ -142,24 +140,23 @@ class QuantizedLinear(Packed, nn.Linear):
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def dequantized(self, dtype: torch.dtype) -> nn.Linear:
-        """Return an ordinary layer with the dequantized weight."""
+        """Return an ordinary layer with the dequantized weight, and the same bias."""
         with torch.device("meta"):
-            linear = Linear(self.in_features, self.out_features, self.bias is not None)
+            linear = Linear(self.in_features, self.out_features, bias=False)
         linear.weight = nn.Parameter(self.dequantized_weight("weight", dtype))
-        if self.bias is not None:
-            linear.bias = nn.Parameter(self.bias.detach().to(dtype))
+        linear.bias = self.bias
         return linear.train(self.training)
 
 
 class QuantizedExperts(Packed, Experts):
     """Routed experts with packed stacks, which have no gradient.
 
-    `gate_up_proj` and `down_proj` hold the codes, output-first in every family; buffers hold the other parts. Each has
-    an axis for experts in front.
+    `gate_up_proj` and `down_proj` hold the codes, output-first in every family; buffers hold the other parts. Each of
+    these tensors has an axis for experts in front.
     """
 
     def __init__(self, experts: Experts, form: Format, gate_up_form: Format | None = None):
-        """Replace the stacks by empty parts; `gate_up_form` is for a gate and up that are not stored as one matrix."""
+        """Make experts with the sizes of `experts`, whose parts are not filled; `gate_up_form` defaults to `form`."""
         self.copy_attributes_from(experts)
         self._formats = {"gate_up_proj": gate_up_form or form, "down_proj": form}
         self.sizes = {name: experts.sizes_of(name) for name in STACKS}
@@ -168,17 +165,17 @@ class QuantizedExperts(Packed, Experts):
         self.check_implementation(self.config._experts_implementation)
 
     def sizes_of(self, name: str) -> Sizes:
-        """Return O and I of a stack's matrices."""
+        """Return O and I of the matrices in this stack."""
         return self.sizes[name]
 
     def stack_shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of the dequantized stack, in the model family's order of axes."""
+        """Return the shape of the dequantized stack, in the order of axes of the model family."""
         return (self.num_experts, *self.sizes[name][:: -1 if self.is_transposed else 1])
 
     weight_shape = stack_shape
 
     def matrices(self, weight: torch.Tensor) -> Sequence[torch.Tensor]:
-        """View the matrices `[O, I]` of a stack."""
+        """Return views of the matrices `[O, I]` of a stack."""
         return [*(weight.mT if self.is_transposed else weight)]
 
     def dequantized(self, dtype: torch.dtype) -> Experts:
@@ -191,12 +188,12 @@ class QuantizedExperts(Packed, Experts):
 
 
 def holds_packed(model: nn.Module, name: str) -> bool:
-    """Return True if a module of ours stores the weight of this name packed."""
-    path, _, own_name = name.rpartition(".")
+    """Return True if a packed module holds the weight that has this name in the model."""
+    path, _, weight = name.rpartition(".")
     module = model.get_submodule(path)
-    return isinstance(module, Packed) and own_name in module.sizes
+    return isinstance(module, Packed) and weight in module.sizes
 
 
 def packed_modules(model: nn.Module) -> list[tuple[str, Any]]:
-    """Return the modules with packed weights, by path."""
+    """Return the paths and the modules of all packed modules."""
     return [(name, module) for name, module in model.named_modules() if isinstance(module, Packed)]

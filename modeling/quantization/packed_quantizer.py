@@ -1,4 +1,4 @@
-"""Base class of quantizers of packed modules, called by transformers' loader to quantize, read, check and unpack."""
+"""Base class of the quantizers for packed modules, which transformers calls to load and to dequantize a model."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,15 +12,15 @@ from ...configuration.errors import CheckpointError
 from ..formats import Bnb
 from ..formats.packed import Layout
 from ..moe import Experts
-from .packed import holds_packed, packed_modules
+from .packed import Packed, holds_packed
 from .reading import reading_rules
 
 
 class QuantizeWeight(ConversionOps):
-    """The operation by which transformers' loader quantizes a weight that it has read, before it reads the next."""
+    """The operation by which transformers' loader quantizes each weight as soon as it has read it."""
 
-    def __init__(self, of_other_modules: Callable[[], ConversionOps]):
-        self._of_other_modules = of_other_modules
+    def __init__(self, operation_of_others: Callable[[], ConversionOps]):
+        self._operation_of_others = operation_of_others
 
     @torch.no_grad()
     def convert(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -29,16 +29,16 @@ class QuantizeWeight(ConversionOps):
         """Return the parts of one weight by their names in the model.
 
         Raises:
-            CheckpointError: it has another shape than the model's.
+            CheckpointError: the weight does not have the shape of the model's.
         """
         path, _, name = full_layer_name.rpartition(".")
         module = model.get_submodule(path)
         if not holds_packed(model, full_layer_name):
-            operation = self._of_other_modules()
+            operation = self._operation_of_others()
             return operation.convert(input_dict, full_layer_name=full_layer_name, model=model, **kwargs)
         [weight] = input_dict.values()
         weight = weight[0] if isinstance(weight, list) else weight
-        # transformers does not check the shapes of quantized weights.
+        # transformers does not check the shapes of weights that it quantizes.
         wanted = module.weight_shape(name)
         if tuple(weight.shape) != wanted:
             raise CheckpointError(
@@ -49,31 +49,31 @@ class QuantizeWeight(ConversionOps):
 
 
 class PackedQuantizer(HfQuantizer):
-    """A mixin that quantizes llamoe's packed modules; name it before transformers' quantizer class."""
+    """A mixin for quantizers of llamoe's packed modules; name it before transformers' quantizer class."""
 
     layout: Layout | Bnb | None = None
-    """The layout of a folder with packed linear layers; None for llamoe's own folders, which have stacks."""
+    """How files store single packed linear layers; None if they store stacks, as llamoe's own formats do."""
     layers_in_files: tuple[str, ...] = ("",)
-    """Ends of the names of linear layers that are read by `layout`."""
+    """What the names of the linear layers end with that `layout` reads beside experts; "" is every layer."""
 
     def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:
-        """Return True if loading quantizes this weight."""
+        """Return True if the loader must quantize this weight after reading it."""
         if holds_packed(model, param_name):
             return not self.pre_quantized
         return super().param_needs_quantization(model, param_name, **kwargs)
 
     def param_element_size(self, model: PreTrainedModel, param_name: str, param: torch.Tensor) -> float:
-        """Return the bytes per element; transformers would use the plain dtype's for weights yet to be quantized."""
+        """Return the bytes per element; transformers would count half a byte for each byte of codes."""
         if holds_packed(model, param_name):
             return param.element_size()
         return super().param_element_size(model, param_name, param)
 
     def get_quantize_ops(self) -> ConversionOps:
-        """Return the operation that quantizes a weight: ours for packed modules, else transformers'."""
+        """Return the operation that quantizes weights: ours, which leaves modules of others to transformers'."""
         return QuantizeWeight(super().get_quantize_ops)
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: PreTrainedModel) -> list[Any]:
-        """Return the loader's rules: first those of the layout, which replace any other rule for the same names."""
+        """Return the loader's rules, with those of the layout first, and without others for the same names."""
         rules = super().update_weight_conversions(weight_conversions, model)
         if self.layout is not None:
             first = reading_rules(self.layout, self.layers_in_files)
@@ -87,19 +87,18 @@ class PackedQuantizer(HfQuantizer):
         return model
 
     def dequantize(self, model: PreTrainedModel, dtype: Any = None) -> PreTrainedModel:
-        """Replace llamoe's packed modules by plain ones, and transformers' as transformers does.
+        """Replace packed modules by plain ones; transformers replaces its own quantized modules.
 
         Raises:
-            ValueError: a module is offloaded, so its weights are not in memory.
+            ValueError: weights are offloaded, so they are not in memory.
         """
         dtype = dtype or model.config.dtype or model.dtype
-        # Saving replaces the config's dtype by its name.
+        # `save_pretrained` leaves the dtype's name in the config.
         dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-        for name, module in model.named_modules():
-            if isinstance(module, Experts) and module.is_offloaded and module.is_packed:
-                raise ValueError(f"dequantize: {name} is {module.storage}: load the model into memory.")
-        for name, module in packed_modules(model):
-            if any(parameter.is_meta for parameter in module.parameters()):
+        for name, module in list(model.named_modules()):
+            is_offloaded = isinstance(module, Experts) and module.is_packed and module.is_offloaded
+            if is_offloaded or (isinstance(module, Packed) and any(p.is_meta for p in module.parameters())):
                 raise ValueError(f"dequantize: {name} is offloaded: load the model without device_map.")
-            model.set_submodule(name, module.dequantized(dtype))
+            if isinstance(module, Packed):
+                model.set_submodule(name, module.dequantized(dtype))
         return super().dequantize(model, dtype)

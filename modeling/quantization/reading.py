@@ -1,7 +1,7 @@
-"""Rules for transformers' loader to read folders that store packed linear layers, also for each expert.
+"""Rules by which transformers' loader reads folders with packed linear layers, of which each expert may have its own.
 
-The loader collects the tensors of a linear layer, or of the layers of all experts of a stack. An operation converts
-them to the parts of a packed module, or, for a plain module, to the plain weight. The folder's layout does it.
+The loader collects the tensors of a linear layer, or of the linear layers of all experts of a stack. An operation
+(`_Read`) then converts the tensors to the parts of a packed module, or to the weight of a plain module.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -19,18 +19,18 @@ from .packed import Packed
 
 
 def reading_rules(layout: Layout | Bnb, layers: Iterable[str] = ("",)) -> list[WeightConverter]:
-    """Return the rules for stacks of experts, and for linear layers with these name suffixes."""
+    """Return the rules for stacks of experts, and for the linear layers whose names end with one of `layers`."""
     sources = {}
     for stack in STACKS:
         parts = [part for part in PLACES if PLACES[part][0] == stack]
         sources[f".experts.{stack}"] = [
             *(f".experts.*.{part}.{kind}" for part in parts for kind in layout.kinds),
-            # The longer name first, for it begins with the shorter.
+            # The loader takes the first name that matches, and the longer name begins with the shorter one.
             *(f".experts.{stack}{suffix}" for suffix in reversed(layout.in_stacks)),
         ]
-    # The loader takes the first rule that matches, and names of experts match the patterns of linear layers, too.
+    # Names of experts also match the patterns of linear layers, so the rules of experts come first.
     sources |= {f"{layer}.weight": [f"{layer}.{kind}" for kind in layout.kinds] for layer in layers}
-    # Convert on the CPU, where files are mapped: otherwise the loader copies all tensors to the GPU first.
+    # Without `force_cpu` the loader would copy all packed tensors to the GPU before they are converted.
     return [
         WeightConverter(names, target, [_Read(layout, target)], force_cpu=True)
         for target, names in sources.items()
@@ -38,14 +38,14 @@ def reading_rules(layout: Layout | Bnb, layers: Iterable[str] = ("",)) -> list[W
 
 
 class _Read(ConversionOps):
-    """Make the parts of a weight, or the plain weight if it is not packed here, one expert after the other.
+    """Converts packed tensors of files to the parts of a packed module, or to the weight of a plain module.
 
     Args:
-        layout: of the tensors in files.
-        target: the pattern of the weight's name.
+        layout: layout of the tensors.
+        target: what the names of the weights end with in the model.
     """
 
-    # transformers reads this attribute of operations; without it, it would cast the tensors before the conversion.
+    # transformers casts the tensors before the conversion unless an operation has this attribute.
     hf_quantizer = True
 
     def __init__(self, layout: Layout | Bnb, target: str):
@@ -64,7 +64,7 @@ class _Read(ConversionOps):
         module = model.get_submodule(path)
         if name not in STACKS:
             layer = self.target.removesuffix("weight")
-            tensors = {pattern.removeprefix(layer): found[0] for pattern, found in input_dict.items()}
+            tensors = {pattern.removeprefix(layer): values[0] for pattern, values in input_dict.items()}
             if not isinstance(module, Packed):
                 weight = self.layout.weight_of(tensors, tuple(module.weight.shape))
                 return {full_layer_name: weight.to(module.weight.dtype)}
@@ -117,7 +117,7 @@ def _from_stacks(
 def _by_expert(
     experts: Any, stack: str, input_dict: Mapping[str, list[torch.Tensor]]
 ) -> Iterator[list[dict[str, torch.Tensor]]]:
-    """Yield the tensors of each expert's linear layers by kind, gate before up.
+    """Yield for each expert the tensors of its linear layers, gate before up, each as tensors by kind.
 
     Raises:
         CheckpointError: an expert lacks a tensor that others have.

@@ -1,10 +1,9 @@
-"""Fewer key/value heads by mean pooling: means written out, the same function where merged heads are equal."""
+"""Merged key/value heads are means, and a model whose merged heads were equal computes the same."""
 
 import copy
 
 import pytest
 import torch
-from support.lazy_tensors import InMemory
 from support.models import draw, max_abs, stock_dense_config, stock_multimodal_config, stock_text_config
 from transformers import (
     Llama4ForCausalLM,
@@ -13,7 +12,7 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-from llamoe.conversion.merge_kv_heads import merge_heads, merge_kv_heads
+from llamoe.conversion.merge_kv_heads import merge_kv_heads
 from llamoe.conversion.open import open_checkpoint
 
 BUILD = {
@@ -33,7 +32,7 @@ def stock(kind, **text):
 
 
 def repeated(model, times):
-    """The same model with each key/value head written `times` times."""
+    """Return the same model with each key/value head repeated `times` times."""
     config = copy.deepcopy(model.config)
     text = config.get_text_config()
     text.num_key_value_heads *= times
@@ -77,7 +76,7 @@ def test_equal_heads_merge_into_the_model_they_were_repeated_from(tmp_path, kind
     [(3, torch.float32), (7, torch.float32), (5, torch.float16), (11, torch.bfloat16), (2, torch.bfloat16)],
 )
 def test_the_mean_of_equal_numbers_is_that_number(dtype, times):
-    rows = (torch.randn(8, 999) * torch.logspace(-6, 4, 999)).to(dtype)  # 2 heads of 4
+    rows = (torch.randn(8, 999) * torch.logspace(-6, 4, 999)).to(dtype)  # 2 heads of 4 channels
     equal = rows.unflatten(0, (2, 4)).repeat_interleave(times, 0).flatten(0, 1)
     assert torch.equal(merge_heads(InMemory(equal), 2 * times, 2).read(), rows)
 

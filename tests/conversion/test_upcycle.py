@@ -1,4 +1,4 @@
-"""A dense LLaMA or Mistral to Llama 4's mixture or Mixtral's: the same function for any router, errors that say why."""
+"""Upcycled mixtures of Llama 4's or Mixtral's kind compute what the dense model computes, for any router."""
 
 import json
 
@@ -23,11 +23,11 @@ from llamoe.conversion.io.lazy_tensor import blocks
 from llamoe.conversion.open import open_checkpoint
 from llamoe.conversion.upcycle import Mixture, as_mixtral, as_text_model, upcycle
 
-# Logits of deviation about 1. Llama 4: rotated channels are summed in another order. Mixtral: the scores of the chosen
-# experts sum to 1 within an ulp or two, a few 1e-7 in each of three layers. Windows that are off by one, or scores that
-# do not sum to 1, change logits by 1e-2 and more.
+# For logits of standard deviation about 1. In Llama 4, rotated channels are summed in another order. In Mixtral, the
+# scores of the chosen experts sum to 1 only within a few 1e-7 in each of three layers. A window that is off by one, or
+# scores that do not sum to 1, change logits by 1e-2 and more.
 TOLERANCE = 1e-5
-# Much shorter than the texts.
+# A sliding window that is much shorter than the texts.
 WINDOW = 9
 KINDS = {
     "llama": (LlamaForCausalLM, LlamaConfig, {}),
@@ -47,18 +47,18 @@ CLASSES = {
 
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory):
-    """Gives a folder that transformers wrote and its model, neither of which is to be changed."""
-    made = {}
+    """Return a function that gives a folder that transformers has saved, and its model; no test changes them."""
+    saved = {}
 
     def get(kind="llama", dtype=torch.float32, **fields):
         key = (kind, dtype, repr(fields))
-        if key not in made:
+        if key not in saved:
             model_class, config_class, more = KINDS[kind]
             model = stock_model(model_class, config_class(**{**DENSE, **more, **fields})).to(dtype)
             model.generation_config.max_new_tokens = 7
             model.save_pretrained(folder := tmp_path_factory.mktemp("dense"))
-            made[key] = folder, model
-        return made[key]
+            saved[key] = folder, model
+        return saved[key]
 
     return get
 
@@ -73,7 +73,7 @@ def logits(model, ids):
 
 
 def set_routers(model, scale):
-    """Routers of that deviation; at 30 every score of Llama 4's is close to 0 or 1, and one of Mixtral's has it all."""
+    """Draw routers of a deviation; at 30 all scores of Llama 4 are near 0 or 1, and one of Mixtral's is near 1."""
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if name.endswith((".router.weight", ".gate.weight")):
@@ -97,12 +97,12 @@ def test_the_mixture_computes_the_dense_function_for_any_router(
 ):
     source, model = dense("llama" if family == "llama4" else "mistral")
     report = upcycle(source, tmp_path / "moe", experts=experts, interleave=interleave, top_k=top_k)
-    # One expert of Mixtral a token has the whole weight, so that no gradient of the loss reaches the router.
+    # With one expert a token, Mixtral's score is always 1, so that the router gets no gradient from the loss.
     is_noted = any("its score is always 1" in note for note in report.notes)
     assert is_noted == (family == "mixtral" and top_k == 1)
     ids, greedy = some_ids(), dict(do_sample=False, max_new_tokens=12, eos_token_id=-1, pad_token_id=0)
     expected, tokens = logits(model, ids), model.generate(ids, **greedy)
-    for model_class in CLASSES[family]:  # the layout is stock's where it can be
+    for model_class in CLASSES[family]:  # transformers loads it, too, if it can express it
         mixture = load_whole(model_class, tmp_path / "moe", dtype=torch.float32).eval()
         if family == "llama4":
             assert list(mixtures(mixture)) == list(range(interleave - 1, 3, interleave))

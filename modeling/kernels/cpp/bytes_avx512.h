@@ -2,12 +2,13 @@
 
 namespace {
 
-// True if 8-bit weights are multiplied as unsigned w + 128; the sums begin at -128 times the inputs' sum.
-constexpr bool kPlus128 = true;
-
+constexpr const char* kInstructions = "AVX-512 with VNNI";
 using CodeSums = Ints;
 
-// Splits the 4-bit codes of four inputs and 64 outputs into bytes, one vector for each `kLanes` outputs.
+// True if 8-bit weights w are multiplied as w + 128, unsigned. Then sums start at -128 times the sum of the inputs.
+constexpr bool kPlus128 = true;
+
+// Splits the 4-bit codes of four inputs and 64 outputs into bytes: each vector has the four inputs of `kLanes` outputs.
 inline void split_codes(const uint8_t* codes, Bytes (&split)[64 / kLanes]) {
   const __m512i fours = _mm512_set4_epi32(24, 16, 8, 0), lane = _mm512_set_epi32(3, 3, 3, 3, 2, 2, 2, 2, 1, 1, 1, 1, 0, 0, 0, 0);
   const __m512i turned = _mm512_set4_epi32(0x0f0b0703, 0x0e0a0602, 0x0d090501, 0x0c080400), lowest = _mm512_set1_epi8(15);
@@ -20,14 +21,12 @@ inline void split_codes(const uint8_t* codes, Bytes (&split)[64 / kLanes]) {
   }
 }
 
-// Returns the first of the four outputs in each 16-byte piece of these vectors.
+// Returns the number of the first of the four outputs in each 16 bytes of these vectors.
 constexpr int output_of(int piece) { return 4 * piece; }
 
-inline CodeSums add_codes(CodeSums sum, Bytes codes, Bytes x) {
+inline Ints add_codes(Ints sum, Bytes codes, Bytes x) {
   return (Ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, (__m512i)x);
 }
-
-inline Ints whole(CodeSums sum) { return sum; }
 
 inline Ints add_bytes(Ints sum, Bytes weights, Bytes x) {
   const __m512i plus128 = _mm512_xor_si512((__m512i)weights, _mm512_set1_epi8(-128));

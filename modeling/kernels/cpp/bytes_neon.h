@@ -2,11 +2,11 @@
 
 namespace {
 
+constexpr const char* kInstructions = "NEON with dot products";
+using CodeSums = Ints;
 constexpr bool kPlus128 = false;
 
-using CodeSums = Ints;
-
-// Splits the 4-bit codes of four inputs and 64 outputs into bytes, one vector for each `kLanes` outputs.
+// Splits the 4-bit codes of four inputs and 64 outputs into bytes: each vector has the four inputs of `kLanes` outputs.
 inline void split_codes(const uint8_t* codes, Bytes (&split)[64 / kLanes]) {
   const uint8x16_t lowest = vdupq_n_u8(15);
   for (int half = 0; half < 2; half++) {
@@ -25,15 +25,13 @@ inline void split_codes(const uint8_t* codes, Bytes (&split)[64 / kLanes]) {
   }
 }
 
-// Returns the first of the four outputs in each 16-byte piece of these vectors.
+// Returns the number of the first of the four outputs in each 16 bytes of these vectors.
 constexpr int output_of(int piece) { return 4 * piece; }
 
 inline Ints add_bytes(Ints sum, Bytes weights, Bytes x) {
   return (Ints)vdotq_s32((int32x4_t)sum, (int8x16_t)weights, (int8x16_t)x);
 }
 
-inline CodeSums add_codes(CodeSums sum, Bytes codes, Bytes x) { return add_bytes(sum, codes, x); }
-
-inline Ints whole(CodeSums sum) { return sum; }
+inline Ints add_codes(Ints sum, Bytes codes, Bytes x) { return add_bytes(sum, codes, x); }
 
 }  // namespace

@@ -2,11 +2,15 @@
 
 namespace {
 
+#if defined(__ARM_NEON)
+constexpr const char* kInstructions = "NEON";
+#else
+constexpr const char* kInstructions = "vectors of four numbers";
+#endif
+using CodeSums = Ints;
 constexpr bool kPlus128 = false;
 
-using CodeSums = Ints;
-
-// Splits the 4-bit codes of four inputs and 64 outputs into bytes, one vector for each `kLanes` outputs.
+// Splits the 4-bit codes of four inputs and 64 outputs into bytes: each vector has the four inputs of `kLanes` outputs.
 inline void split_codes(const uint8_t* codes, Bytes (&split)[64 / kLanes]) {
   for (int j = 0; j < 32; j++)
     for (int i = 0; i < 4; i++) {
@@ -15,7 +19,7 @@ inline void split_codes(const uint8_t* codes, Bytes (&split)[64 / kLanes]) {
     }
 }
 
-// Returns the first of the four outputs in each 16-byte piece of these vectors.
+// Returns the number of the first of the four outputs in each 16 bytes of these vectors.
 constexpr int output_of(int piece) { return 4 * piece; }
 
 inline Ints add_bytes(Ints sum, Bytes weights, Bytes x) {
@@ -23,8 +27,6 @@ inline Ints add_bytes(Ints sum, Bytes weights, Bytes x) {
   return sum;
 }
 
-inline CodeSums add_codes(CodeSums sum, Bytes codes, Bytes x) { return add_bytes(sum, codes, x); }
-
-inline Ints whole(CodeSums sum) { return sum; }
+inline Ints add_codes(Ints sum, Bytes codes, Bytes x) { return add_bytes(sum, codes, x); }
 
 }  // namespace

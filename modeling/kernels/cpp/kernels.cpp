@@ -1,9 +1,9 @@
-// Products of few rows with a matrix of 4, 8, 16 or 32 bits, norms, and attention of one query, for every processor with
-// vectors; and the order of 4-bit codes for these products.
+// Products of few rows with a matrix of 4, 8, 16 or 32 bits, norms, and attention of one query; and the order of 4-bit
+// codes for these products.
 //
-// A decode step reads every weight once, so these kernels aim at full memory bandwidth. Sums are float32.
-//
-// cpp_kernels.py compiles this file when it is first needed, for the processor at hand, and says what the arguments are.
+// A decode step reads every weight once, so these kernels must read weights as fast as the memory can deliver them.
+// Sums are in float32. cpp_kernels.py compiles this file at first use, for this machine's processor. `Matrix` there
+// says what codes and scales are.
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -18,7 +18,7 @@
 #include <type_traits>
 #include <vector>
 
-// Loops over the rows, and calls CALL(R) for R = 4, 2 or 1 of those that remain.
+// Loops over the rows; CALL(R) computes the next R = 4, 2 or 1 rows, from row r on.
 #define FOR_ROWS(rows, r, CALL)  \
   for (int64_t r = 0; r < rows;) \
     if (rows - r >= 4) {         \
@@ -44,19 +44,21 @@
 
 namespace {
 
-// Outputs per task if weights are output-first; the maximum if they are input-first, so that sums stay in the cache.
+// kOutputs: number of outputs that a thread computes at a time if the matrix is output-first.
+// kColumns: the most outputs if the matrix is input-first; their sums stay in the cache.
 constexpr int64_t kOutputs = 64, kColumns = 2048;
-// kInputs: input-first weights are read in blocks of so many inputs, which several groups of rows reuse.
-// kTile: output-first outputs that share each load of the rows; their sums fit into registers.
+// kInputs: number of inputs in a block of an input-first matrix, which several groups of rows use one after the other.
+// kTile: number of outputs of an output-first matrix that share each load of the rows; their sums fit into registers.
 constexpr int64_t kInputs = 32, kTile = kLanes == 8 ? 3 : 4;
-// Total inputs of all rows that fit into the L1 cache, in float32 and in bytes with scales. Up to this size outputs are
-// computed one by one, which reads the weights in one stream.
+// Number of inputs of all rows together that fit into the L1 cache, in float32 and in bytes with scales. Up to this
+// size outputs are computed one by one, so that weights are read in the order of memory.
 constexpr int64_t kNearFloats = 5120, kNearBytes = 7168;
-// Number of rows from which 8-bit codes are sorted first (`int8_block`).
+// Number of rows from which 8-bit codes are brought into another order first (`int8_block`).
 constexpr int64_t kManyRows = 12;
 
-// One matrix: 4-bit, 8-bit, or plain weights. `stride` is, for 4 bits, the distance between groups' scales in outputs;
-// for plain weights, the distance between two inputs, or 0 if output-first. `in_bytes`: quantize rows to 8 bits.
+// A matrix with weights of 4, 8, 16 or 32 bits. group: for 4 bits, the number of inputs that share a scale. stride: for
+// 4 bits, the number of outputs for which each group of inputs has scales; for 16 and 32 bits, the number of weights
+// from one input to the next, or 0 if output-first. in_bytes: quantize rows to 8 bits.
 struct Matrix {
   int64_t bits;
   const char* codes;
@@ -64,7 +66,7 @@ struct Matrix {
   int64_t inputs, outputs, group, stride;
   int64_t in_bytes;
 
-  // Outputs that are computed together.
+  // Number of outputs that a thread computes at a time.
   int64_t step(int threads) const {
     if (bits == 4) return kBlock;
     if (bits == 8 || !stride) return kOutputs;
@@ -73,7 +75,7 @@ struct Matrix {
   }
 };
 
-// The rows, converted to float32, and quantized to bytes if the matrix wants that.
+// The rows, converted to float32, and, if `in_bytes` of the matrix is set, quantized to bytes.
 struct Rows {
   int64_t count;
   const float* floats;
@@ -92,20 +94,20 @@ struct Rows {
   }
 };
 
-// Multiplies rows by `count` outputs from `start`: `[rows, count]` float32.
+// Multiplies rows by `count` outputs from output `start` on: `[rows, count]` float32.
 template <class T>
 void multiply_numbers(const Rows& x, const Matrix& matrix, int64_t start, int64_t count, float* y) {
   using Number = typename T::Number;
   const int64_t inputs = matrix.inputs;
   if (matrix.bits > 8 && matrix.stride) {
     std::fill(y, y + x.count * count, 0.f);
-    // Rows that are multiplied in several groups find the block of weights in the cache.
+    // More than one group of rows: each block of weights is still in the cache for the groups after the first.
     const int64_t most = x.count <= 4 && x.count != 3 ? inputs : kInputs;
     for (int64_t k = 0; k < inputs; k += most) {
-      const int64_t some = std::min(most, inputs - k);
+      const int64_t size = std::min(most, inputs - k);
       const Number* weights = (const Number*)matrix.codes + k * matrix.stride + start;
 #define CALL(R)                                                                                                 \
-  add_columns<T, R>(x.floats + r * inputs + k, inputs, weights, matrix.stride, some, y + r * count, count, count)
+  add_columns<T, R>(x.floats + r * inputs + k, inputs, weights, matrix.stride, size, y + r * count, count, count)
       FOR_ROWS(x.count, r, CALL)
 #undef CALL
     }
@@ -177,20 +179,20 @@ void multiply(const void* all_x, int64_t rows, const Matrix& matrix, void* y, in
   const int64_t outputs = matrix.outputs, step = matrix.step(threads), steps = (outputs + step - 1) / step;
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
-    std::vector<float> found;
+    std::vector<float> sums;
 #pragma omp for
     for (int64_t i = 0; i < steps; i++) {
-      const int64_t start = i * step, some = std::min(step, outputs - start);
-      found.resize(std::max<size_t>(found.size(), rows * some));
-      multiply_some(x, matrix, start, some, found.data());
+      const int64_t start = i * step, count = std::min(step, outputs - start);
+      sums.resize(std::max<size_t>(sums.size(), rows * count));
+      multiply_some(x, matrix, start, count, sums.data());
       for (int64_t r = 0; r < rows; r++)
-        for (int64_t c = 0; c < some; c += kLanes) {
-          const Floats numbers = load_some<Single>(&found[r * some + c], some - c);
-          const int64_t place = r * outputs + start + c;
+        for (int64_t c = 0; c < count; c += kLanes) {
+          const Floats numbers = load_some<Single>(&sums[r * count + c], count - c);
+          const int64_t index = r * outputs + start + c;
           if (matrix.bits == 32)
-            store_some<Single>((float*)y + place, numbers, some - c);
+            store_some<Single>((float*)y + index, numbers, count - c);
           else
-            store_some<Brain>((uint16_t*)y + place, numbers, some - c);
+            store_some<Brain>((uint16_t*)y + index, numbers, count - c);
         }
     }
   }
@@ -200,22 +202,8 @@ void multiply(const void* all_x, int64_t rows, const Matrix& matrix, void* y, in
 
 extern "C" {
 
-// Returns the name of the instruction set that the products were compiled for.
-const char* instructions() {
-#if defined(__AVX512VNNI__)
-  return "AVX-512 with VNNI";
-#elif defined(__AVX2__) && defined(__AVXVNNI__)
-  return "AVX2 with AVX-VNNI";
-#elif defined(__AVX2__)
-  return "AVX2";
-#elif defined(__ARM_FEATURE_DOTPROD)
-  return "NEON with dot products";
-#elif defined(__ARM_NEON)
-  return "NEON";
-#else
-  return "vectors of four numbers";
-#endif
-}
+// Returns the name of the instructions that the products were compiled for.
+const char* instructions() { return kInstructions; }
 
 #define MATRIX                                                                                                       \
   int64_t bits, const char *codes, const char *scales, int64_t inputs, int64_t outputs, int64_t group, int64_t stride, \
@@ -231,7 +219,7 @@ void rms_norm(int64_t bits, const void* x, const void* weight, void* y, int64_t 
   (bits == 32 ? normalize<Single> : normalize<Brain>)(x, weight, y, rows, size, eps);
 }
 
-// Attends with one query per head to `count` keys and values; the heads' outputs are side by side.
+// Attends with one query per head to `count` keys and values: `[heads, head_dim]`.
 void attention(int64_t bits, const void* query, const char* keys, int64_t key_head_stride, int64_t key_stride,
                const char* values, int64_t value_head_stride, int64_t value_stride, int64_t count, int64_t heads,
                int64_t key_heads, int64_t head_dim, float scaling, void* y, int threads) {
@@ -245,18 +233,19 @@ void unpack(MATRIX, int64_t y_bits, void* y, int64_t y_stride, int threads) {
 #pragma omp parallel for num_threads(threads) if (threads > 1)
   for (int64_t start = 0; start < outputs; start += kBlock)
     for (int64_t k = 0; k < inputs; k += group) {
-      const uint8_t* some = (const uint8_t*)codes + start * inputs / 2 + k * (kBlock / 2);
-      const uint32_t* their = (const uint32_t*)scales + k / group * stride + start;
+      const uint8_t* group_codes = (const uint8_t*)codes + start * inputs / 2 + k * (kBlock / 2);
+      const uint32_t* group_scales = (const uint32_t*)scales + k / group * stride + start;
       if (y_bits == 32)
-        unpack_codes<Single>(some, their, group, (float*)y + k * y_stride + start, y_stride);
+        unpack_codes<Single>(group_codes, group_scales, group, (float*)y + k * y_stride + start, y_stride);
       else
-        unpack_codes<Brain>(some, their, group, (uint16_t*)y + k * y_stride + start, y_stride);
+        unpack_codes<Brain>(group_codes, group_scales, group, (uint16_t*)y + k * y_stride + start, y_stride);
     }
 }
 
-// Packs 4-bit codes, eight to a 32-bit word, into whole blocks of outputs. `places` is 0 if a word has eight inputs, lowest
-// bits first; if it has eight outputs, hexadecimal digit j (lowest first) is the place of output j in the word. Words of the
-// next eight outputs or of the next output are `output_stride` apart, those of the next input or inputs `input_stride`.
+// Packs 4-bit codes, which come eight to a 32-bit word, into whole blocks of outputs. If a word has the codes of eight
+// inputs, lowest bits first, `places` is 0. If it has the codes of eight outputs, hexadecimal digit j of `places`
+// (lowest digit first) says which four bits of the word belong to output j. `output_stride` and `input_stride` are the
+// numbers of words from an output or an input (or eight of them) to the next.
 void pack_words(const uint32_t* words, int64_t output_stride, int64_t input_stride, int64_t places, int64_t inputs,
                 int64_t outputs, uint8_t* packed, int threads) {
 #pragma omp parallel for num_threads(threads) if (threads > 1)

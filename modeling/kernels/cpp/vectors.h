@@ -1,4 +1,4 @@
-// Vectors as wide as the target's registers, by the vector extensions of GCC and Clang, which every processor supports.
+// Vectors as wide as the processor's registers, by the vector extensions of GCC and Clang, for all processors.
 
 namespace {
 
@@ -10,8 +10,8 @@ constexpr int kLanes = 8;
 constexpr int kLanes = 4;
 #endif
 
-// How many bytes ahead weights are prefetched. Intel's processors prefetch too little by themselves, and not beyond a page.
-// AMD's prefetch enough: on a Zen 4 every additional prefetch made reading slower.
+// Returns how many bytes ahead weights are prefetched. Intel's processors prefetch too little by themselves, and not
+// beyond a page. AMD's processors prefetch enough: on a Zen 4 every additional prefetch made reading slower.
 int64_t bytes_ahead() {
 #if defined(__x86_64__)
   __builtin_cpu_init();
@@ -30,10 +30,10 @@ using Ints = VectorOf<int32_t, kLanes>::type;
 using Words = VectorOf<uint32_t, kLanes>::type;
 using Halves = VectorOf<uint16_t, kLanes>::type;
 using Quarters = VectorOf<int8_t, kLanes>::type;
-// Bytes that fill one register.
+// As many bytes as fill a register.
 using Bytes = VectorOf<int8_t, 4 * kLanes>::type;
 
-// Widens 8-bit and 16-bit integers to 32 bits; GCC does not find the single instruction for it.
+// Widens 8-bit and 16-bit integers to 32 bits. GCC does not use the single instruction for this by itself.
 #if defined(__AVX512VNNI__)
 inline Ints widen(Quarters x) { return (Ints)_mm512_cvtepi8_epi32((__m128i)x); }
 inline Ints widen(Halves x) { return (Ints)_mm512_cvtepu16_epi32((__m256i)x); }
@@ -47,9 +47,9 @@ inline Ints widen(Halves x) { return __builtin_convertvector(x, Ints); }
 
 template <class Vector>
 inline Vector load(const void* x) {
-  Vector found;
-  std::memcpy(&found, x, sizeof(found));
-  return found;
+  Vector vector;
+  std::memcpy(&vector, x, sizeof(vector));
+  return vector;
 }
 
 template <class Vector>
@@ -57,6 +57,7 @@ inline void store(void* y, const Vector& x) {
   std::memcpy(y, &x, sizeof(x));
 }
 
+// Returns a vector with the same number in all lanes.
 inline Floats spread(float x) { return x - Floats{}; }
 
 inline Floats to_floats(Ints x) { return __builtin_convertvector(x, Floats); }
@@ -75,21 +76,24 @@ inline float sum_of(Floats x) { return sum_of<kLanes>(x); }
 
 // Rounds to the nearest integer, ties to even; for magnitudes up to 2 ** 22.
 inline Floats to_nearest(Floats x) {
-  const Floats most = spread(12582912.f);
-  return (x + most) - most;
+  const Floats shift = spread(12582912.f);
+  return (x + shift) - shift;
 }
 
-// Returns a mask: all bits are set in the lanes below a number.
+// Returns a mask: all bits are set in the first `count` lanes.
 inline Ints first_lanes(int64_t count) {
   Ints lanes;
   for (int i = 0; i < kLanes; i++) lanes[i] = i;
   return lanes < (int32_t)count;
 }
 
+// Returns x with zeros in the lanes that a mask does not have.
 inline Floats only(Ints lanes, Floats x) { return (Floats)((Ints)x & lanes); }
 
-// Number formats: `load` and `store` convert `kLanes` numbers to and from float32.
+// Formats of numbers. `load` and `store` convert `kLanes` numbers to and from float32, `number` one. `round` rounds to
+// the format, and returns float32.
 
+// float32.
 struct Single {
   using Number = float;
   static inline Floats load(const float* x) { return ::load<Floats>(x); }
@@ -98,7 +102,7 @@ struct Single {
   static inline Floats round(Floats x) { return x; }
 };
 
-// bfloat16, rounded to nearest, ties to even. NaN stays NaN.
+// bfloat16. Rounds to nearest, ties to even; NaN stays NaN.
 struct Brain {
   using Number = uint16_t;
   static inline Floats load(const uint16_t* x) {
@@ -115,12 +119,13 @@ struct Brain {
   }
   static inline float number(uint16_t x) {
     const uint32_t bits = (uint32_t)x << 16;
-    float found;
-    std::memcpy(&found, &bits, 4);
-    return found;
+    float number;
+    std::memcpy(&number, &bits, 4);
+    return number;
   }
 };
 
+// int8.
 struct Signed {
   using Number = int8_t;
   static inline Floats load(const int8_t* x) {
@@ -128,26 +133,27 @@ struct Signed {
   }
 };
 
-// Loads the first `count` numbers, at most all lanes; the other lanes are 0.
+// Loads `count` numbers, or `kLanes` if these are fewer; lanes without a number are 0.
 template <class T>
 inline Floats load_some(const typename T::Number* x, int64_t count) {
   if (count >= kLanes) return T::load(x);
-  typename T::Number some[kLanes] = {};
-  std::memcpy(some, x, count * sizeof(some[0]));
-  return T::load(some);
+  typename T::Number numbers[kLanes] = {};
+  std::memcpy(numbers, x, count * sizeof(numbers[0]));
+  return T::load(numbers);
 }
 
+// Stores the first `count` numbers, or all if there are fewer.
 template <class T>
 inline void store_some(typename T::Number* y, Floats x, int64_t count) {
   if (count >= kLanes) return T::store(y, x);
-  typename T::Number some[kLanes];
-  T::store(some, x);
-  std::memcpy(y, some, count * sizeof(some[0]));
+  typename T::Number numbers[kLanes];
+  T::store(numbers, x);
+  std::memcpy(y, numbers, count * sizeof(numbers[0]));
 }
 
-// Computes exp(x) as a power of two times a polynomial of the remainder (Cephes, single precision).
+// Returns exp(x): a power of two times a polynomial of the remainder (Cephes library, single precision).
 inline Floats exponential(Floats x) {
-  // NaN stays NaN; above the upper limit the result is infinite.
+  // Keep the power of two in range. NaN stays NaN; at the upper limit the result is infinite.
   x = x > 89.f ? spread(89.f) : x;
   x = x < -87.f ? spread(-87.f) : x;
   const Floats whole = to_nearest(x * 1.44269504f);

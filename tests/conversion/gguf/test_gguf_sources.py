@@ -21,7 +21,7 @@ from llamoe.modeling.quantization import QuantizedExperts, QuantizedLinear
 
 FAMILIES = ("llama", "mixtral", "llama4")
 HALF_STEP = 2.0**-8
-# Rows are not quantized on their way through a model.
+# Activations are not quantized.
 FLOAT = QuantizationConfig(activations="float")
 
 
@@ -30,7 +30,7 @@ def write(path, family, kind="Q4_0", others=(), config=None, **options):
 
 
 def packed_weights(model):
-    """Matrices and stacks of packed modules in float32, by the names of plain ones."""
+    """Yield names and float32 values of the matrices and stacks of packed modules."""
     for path, module in model.named_modules():
         if isinstance(module, QuantizedLinear | QuantizedExperts):
             for name in module.sizes:
@@ -67,7 +67,7 @@ def test_transformers_reads_the_same_of_a_dense_file(tmp_path):
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q4_K"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_int4_has_the_codes_of_the_file(family, kind, tmp_path):
-    """Quantizing anew would be as far from the file's numbers as half a code, 1/30 of what a group spans."""
+    """Weights differ from the file's by roundings of scales; quantizing again would move them by half a step."""
     config = {"intermediate_size": 256, **({"intermediate_size_mlp": 512} if family == "llama4" else {})}
     file = write(tmp_path / "model.gguf", family, kind, [("attn_output", "Q4_1")], config=config)
     quantize(file.path, tmp_path / "packed", to="int4")
@@ -78,14 +78,14 @@ def test_int4_has_the_codes_of_the_file(family, kind, tmp_path):
     for name, weight in packed.items():
         is_transposed = family == "llama4" and name.endswith(("gate_up_proj", "experts.down_proj"))
         held, meant = (each.mT if is_transposed else each for each in (weight, expected[name]))
-        # Of a code's distance from 8, and of the value of code 8, both rounded.
+        # Two roundings: of the code's distance from 8 times the scale, and of the value of code 8.
         most = meant.abs().unflatten(-1, (-1, 32)).amax(-1, keepdim=True)
         assert ((held - meant).unflatten(-1, (-1, 32)).abs() <= 2.3 * HALF_STEP * most).all(), name
     assert distance(logits(model), logits(file.stock)) < CLOSE
 
 
 def test_other_types_are_quantized_anew_and_what_is_plain_stays_so(tmp_path):
-    """As in files of the mixtures of types that llama.cpp's quantizer chooses."""
+    """In a file of mixed types, those that int4 cannot store are quantized again, and plain ones stay."""
     kinds = [("blk.0.attn_v", "Q6_K"), ("attn_k", "F16"), ("blk.1.attn_q", "F32"), ("ffn_down", "Q5_K")]
     file = write(tmp_path / "model.gguf", "mixtral", "Q4_K", kinds, {"intermediate_size": 256})
     quantize(file.path, tmp_path / "packed", to="int4")
@@ -142,7 +142,7 @@ def test_a_tensor_for_each_expert_as_the_first_files_of_mixtral_have_them(tmp_pa
 def test_tied_heads_and_scaled_rotation(family, high, tmp_path):
     rope = dict(rope_type="llama3", rope_theta=7e4, factor=8.0, low_freq_factor=1.0, high_freq_factor=high)
     rope["original_max_position_embeddings"] = 8192
-    # What llama.cpp's converter writes of them.
+    # llama.cpp's converter writes these factors.
     turns = 8192 / 7e4 ** (torch.arange(0, 48, 2) / 48) / (2 * torch.pi)
     smooth = ((turns - 1) / (high - 1)).clamp(0, 1) if high > 1 else (turns > 1).float()
     factors = 1 / ((1 - smooth) / 8 + smooth)
@@ -207,7 +207,7 @@ def shorten(name):
 
 
 def spoil(tensors):
-    """Let a scale be infinite."""
+    """Make a scale infinite."""
     data, kind = tensors["blk.1.attn_q.weight"]
     data[3, :2] = np.frombuffer(np.float16(np.inf).tobytes(), np.uint8)
     tensors["blk.1.attn_q.weight"] = data, kind

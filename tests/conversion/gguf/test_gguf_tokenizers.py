@@ -1,4 +1,4 @@
-"""The tokenizer in the keys of a GGUF file: ids equal those of the tokenizer that the file was made of."""
+"""The tokenizer in a GGUF file gives the ids of the tokenizer that the file was made from."""
 
 import json
 
@@ -35,7 +35,7 @@ PARTS = [
 
 
 def of_pieces(content):
-    """Put a SentencePiece model into a file as llama.cpp's converter does."""
+    """Return a function that writes a SentencePiece model into a file, as llama.cpp's converter does."""
     sentencepiece = pytest.importorskip("sentencepiece")
     model = sentencepiece.SentencePieceProcessor(model_proto=content)
     numbers = range(model.vocab_size())
@@ -43,7 +43,7 @@ def of_pieces(content):
     kinds = [next((kind for kind, check in checks.items() if check(i)), 1) for i in numbers]
 
     def put(writer, size):
-        # Rows of the embedding without a token.
+        # The embedding has this many rows without a token.
         spare = size - len(kinds)
         writer.add_tokenizer_model("llama")
         writer.add_tokenizer_pre("default")
@@ -81,7 +81,7 @@ def test_pieces_give_the_ids_of_sentencepiece(spare, tmp_path):
 
 
 def byte_pairs(family):
-    """tokenizer.json and the special tokens of a small table of Meta's."""
+    """Return a small table of Meta's, and the size of its vocabulary with special tokens."""
     pytest.importorskip("tiktoken")
     words = [b"th", b"he", b" t", b"the", b" the", b"in", b"\xc3\xbc", b"  ", b"12", b"\n\n", b"'m", b"He"]
     table = rank_table([*(bytes([byte]) for byte in range(256)), *words])

@@ -1,4 +1,4 @@
-"""What a table of names does not name, or names in vain, is an error with the name in it."""
+"""Names that a name table lacks, and names of the table that the files lack, are named by errors."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def split(files):
     return write_through(TABLE, lazy(WHOLE), files, None)
 
 
-# What happens to the two files, and words of the error.
+# A change of the two files, and words of the error.
 WRONG = [
     (lambda a, b: [file.update(lazy({"layers.1.q": torch.ones(1)})) for file in (a, b)], r"layers\.1\.q"),
     (lambda a, b: b.pop("embed"), "embed missing"),

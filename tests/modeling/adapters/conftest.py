@@ -1,4 +1,4 @@
-"""Adapters are saved hundreds of times, half of which time peft writes a page about each."""
+"""These tests save adapters hundreds of times; writing peft's model card takes half of that time."""
 
 import pytest
 from peft import PeftModel

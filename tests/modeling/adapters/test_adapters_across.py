@@ -1,4 +1,4 @@
-"""Adapters move between stock Llama, Llama 4 and ours, through both of the ways to load one."""
+"""Adapters of stock models load on ours and the other way round, by `PeftModel` and by `load_adapter`."""
 
 import copy
 from contextlib import nullcontext
@@ -30,7 +30,7 @@ from llamoe.modeling.adapters.expert_layout import exchange_factors
 HEADS = [case for case in SHALLOW_MODELS if case.is_head]
 DENSE, MIXTRAL, TEXT, MULTIMODAL = HEADS
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-# Of which `linear` embeds patches and `linear_1` is the projector.
+# The feed-forward of the tower, its embedding of patches, and the projector.
 TOWER = ["fc1", "fc2", "linear", "linear_1"]
 ADAPTERS = {
     "all": dict(target_modules=LINEAR + TOWER),
@@ -44,7 +44,7 @@ EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 
 @cache
 def pair(case, **text):
-    """Ours and stock's model with the same weights, which several tests share: adapters come onto copies."""
+    """Return our model and stock's with the same weights; tests share them and adapt copies."""
     ours = case.make(**text)
     stock_class = getattr(transformers, case.stock_name)
     stock = draw(stock_class, stock_class.config_class(**llamoe.to_stock(ours.config)))
@@ -53,12 +53,12 @@ def pair(case, **text):
 
 
 def inputs_of(case):
-    # Stock Llama 4 numbers padded rows otherwise.
+    # Without padding: stock Llama 4 gives tokens behind padding other positions.
     return case.inputs(padding=(0, 0, 0), length=37)
 
 
 def adapted(model, seed=3, **options):
-    """A copy of a model with an adapter all of whose factors are random: fresh ones change nothing."""
+    """Return a copy of a model with random factors, since those of a new adapter change nothing."""
     options = {"r": 4, "lora_alpha": 6, "task_type": "CAUSAL_LM", **options}
     model = get_peft_model(copy.deepcopy(model), LoraConfig(**options))
     generator = torch.Generator().manual_seed(seed)
@@ -67,13 +67,14 @@ def adapted(model, seed=3, **options):
             if ".lora_" in name and "magnitude" not in name:
                 scale = 0.6 * parameter.shape[-1] ** -0.5 * torch.linspace(0.7, 1.3, parameter.shape[-1])
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
-            elif parameter.requires_grad:  # magnitudes, copies of whole modules, tokens
+            # These are magnitudes, copies of whole modules, and tokens.
+            elif parameter.requires_grad:
                 parameter.mul_(1.1).add_(0.1 * torch.randn(parameter.shape, generator=generator))
     return model.eval()
 
 
 def load(model, folder, how):
-    """Load an adapter onto a copy of a model, in one of the two ways; "memory" is the second with tensors."""
+    """Load an adapter into a copy of a model: by `PeftModel`, by `load_adapter`, or by the latter from "memory"."""
     model = copy.deepcopy(model)
     if how == "PeftModel":
         return PeftModel.from_pretrained(model, folder)
@@ -87,7 +88,7 @@ def load(model, folder, how):
 
 
 def check_loads(trained, target, folder, how, inputs, tolerance=2e-5):
-    """An adapter that is saved changes a model by whole tenths, and gives another one the same logits."""
+    """Check that an adapter changes logits by more than 0.05, and that it gives `target` the logits of `trained`."""
     trained.save_pretrained(folder)
     expected = run(trained, **inputs)
     assert max_abs(expected, run(target, **inputs)) > 0.05
@@ -106,12 +107,12 @@ both_ways = pytest.mark.parametrize("how", WAYS)
     ids=lambda value: getattr(value, "name", value),
 )
 def test_adapters_of_stock_give_the_same_logits_on_ours_and_back(case, kind, tmp_path):
-    """0 for the dense family, 9.3e-6 at most for the mixtures, which differ by 6e-6 without an adapter too.
+    """The measured difference is 0 for the dense family and at most 9.3e-6 for mixtures (6e-6 without an adapter).
 
-    The logits have a deviation of 1; the adapters change them by whole units.
+    Logits have a deviation of 1, and the adapters change them by more than 1.
     """
     ours, stock = pair(case)
-    # Loading on stock is a matter of its own: there its `load_adapter` drops DoRA's vectors and, before
+    # Load on stock by peft alone: stock's `load_adapter` drops DoRA's vectors and, before
     # transformers 5.23, trained embeddings and every adapter of a multimodal model.
     for name, source, target, ways in (("stock", stock, ours, WAYS), ("ours", ours, stock, WAYS[:1])):
         trained = adapted(source, **ADAPTERS[kind])
@@ -125,13 +126,13 @@ def test_adapters_of_stock_give_the_same_logits_on_ours_and_back(case, kind, tmp
 
 
 def expert_pair(targets, case=TEXT, **sizes):
-    """Ours and stock's, and an adapter of stock's experts."""
+    """Return our model, stock's, and a copy of stock's with an adapter of its experts."""
     ours, stock = pair(case, **sizes)
     options = dict(target_modules=["v_proj"], target_parameters=targets, rank_pattern={"v_proj": 3})
     return ours, stock, adapted(stock, **options)
 
 
-# A stack of one expert, which peft takes for a linear layer's weight; with square ones among them.
+# peft takes a stack of one expert for a linear layer's weight.
 ONE = dict(num_local_experts=1, num_experts_per_tok=1)
 
 
@@ -149,14 +150,14 @@ ONE = dict(num_local_experts=1, num_experts_per_tok=1)
         (EXPERTS, {**ONE, "intermediate_size": 72}, "PeftModel"),
         (EXPERTS, {**ONE, "intermediate_size": 36}, "load_adapter"),
     ],
-    # A case's own text has an address, which test processes would not share.
+    # A case's `str` contains an address, which differs between test processes.
     ids=lambda value: " ".join(value) if isinstance(value, dict) else str(value),
 )
 def test_experts_trained_on_stock_are_turned_round(targets, sizes, how, tmp_path):
     ours, _, trained = expert_pair(targets, **sizes)
     inputs = inputs_of(sizes.get("case", TEXT))
     loaded = check_loads(trained, ours, tmp_path, how, inputs)
-    # What is saved again is ours, and is read as such.
+    # Saved from our model, the adapter has our layout.
     loaded.save_pretrained(tmp_path / "again")
     assert max_abs(run(load(ours, tmp_path / "again", how), **inputs), run(trained, **inputs)) < 2e-5
 
@@ -164,23 +165,23 @@ def test_experts_trained_on_stock_are_turned_round(targets, sizes, how, tmp_path
 @both_ways
 @pytest.mark.parametrize(("targets", "intermediate_size"), [(EXPERTS[1:], 72), (EXPERTS[:1], 36)], ids=str)
 def test_square_experts_alone_are_refused(targets, intermediate_size, how, tmp_path):
-    """With as many inputs as outputs the shapes tell nothing: the wrong way round they would load all the same."""
+    """If experts have as many inputs as outputs, shapes do not show the layout, and the wrong one would load."""
     ours, stock, trained = expert_pair(targets, intermediate_size=intermediate_size)
     trained.save_pretrained(tmp_path / "square")
     with pytest.raises(ValueError, match="as many inputs as outputs"):
         load(ours, tmp_path / "square", how)
     with pytest.raises(ValueError, match="adapt both stacks, gate_up_proj and down_proj"):
         adapted(ours, target_parameters=targets)
-    # Beside a pair that is not square the square one is no question.
+    # Of two adapted stacks one is not square, and shows the layout of both.
     both = adapted(stock, target_modules=["v_proj"], target_parameters=EXPERTS)
     check_loads(both, ours, tmp_path / "both", how, inputs_of(TEXT))
 
 
 @pytest.mark.parametrize("rank", [4, 3, 5])
 def test_adapters_of_experts_swap_for_the_same_layout_and_rank(rank, tmp_path):
-    """peft's hotswap, by its own function and by transformers', which turns stock's round before."""
+    """peft's own function refuses stock's layout; transformers' `hotswap=True` converts it first."""
     ours, stock = pair(TEXT)
-    # No `rank_pattern`: of two ranks the function gives all layers one scale, on stock models too.
+    # No `rank_pattern`: peft's function gives layers of all ranks one scale, on stock models, too.
     options = dict(target_modules=["v_proj"], target_parameters=EXPERTS[1:])
     first, second = adapted(ours, **options), adapted(ours, seed=5, r=rank, **options)
     of_stock = adapted(stock, seed=7, **options)
@@ -234,7 +235,8 @@ def test_multimodal_adapter_on_the_text_model(targets, how, tmp_path, caplog):
 def test_adapter_of_a_head_on_the_base_model_and_back(case, how, tmp_path):
     ours = case.make()
     inputs = inputs_of(case)
-    trained = adapted(ours, task_type=None, target_modules=LINEAR)  # peft has no base models for CAUSAL_LM
+    # For CAUSAL_LM, peft has no base models.
+    trained = adapted(ours, task_type=None, target_modules=LINEAR)
     trained.save_pretrained(tmp_path / "head")
     with torch.no_grad():
         base = copy.deepcopy(ours).model
@@ -304,7 +306,8 @@ def test_adapter_of_another_base_is_refused(kind, how, tmp_path):
     options = {"target_parameters": EXPERTS[1:]} if "experts" in kind else {}
     config = stock_text_config(**{"num_experts_per_tok": 2, **SHALLOW, **overrides})
     other = draw(transformers.Llama4ForCausalLM, config)
-    if "experts" in kind:  # trained on ours, so that its layout is ours
+    # Of experts in our layout the shapes are compared as they are.
+    if "experts" in kind:
         other = TEXT.make(**overrides)
     folder = adapter_of(tmp_path, other, **options)
     model, inputs = TEXT.make(), inputs_of(TEXT)
@@ -317,7 +320,7 @@ def test_adapter_of_another_base_is_refused(kind, how, tmp_path):
 
 @both_ways
 def test_a_file_that_lacks_a_tensor_is_refused(how, tmp_path):
-    """peft would draw it anew."""
+    """peft would keep the random initialization of that tensor."""
     ours, _ = pair(DENSE)
     file = adapter_of(tmp_path, ours) / "adapter_model.safetensors"
     _, *others = load_file(file).items()
@@ -350,7 +353,7 @@ def test_other_methods_of_stock_give_the_same_logits(method, tmp_path):
 
 
 def test_all_linear_of_ours_on_stock(tmp_path):
-    """Where stock itself fails: its router is a linear layer that returns a pair."""
+    """Stock cannot train such an adapter: peft wraps its router, a linear layer that returns a pair."""
     ours, stock = pair(MULTIMODAL)
     trained = adapted(ours, target_modules="all-linear")
     check_loads(trained, stock, tmp_path, "PeftModel", inputs_of(MULTIMODAL))
@@ -358,7 +361,7 @@ def test_all_linear_of_ours_on_stock(tmp_path):
 
 @pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "w1", "w2", "w3"], ["gate", "v_proj"]], ids=str)
 def test_names_of_mixtrals_layers_mean_what_peft_makes_of_them_on_stock(targets, tmp_path):
-    """Experts and routers, too, under their names of transformers 4."""
+    """The names of experts and routers in transformers 4 choose the same layers as on stock's model."""
     ours, stock = pair(MIXTRAL)
     shapes = []
     for name, source, target in (("stock", stock, ours), ("ours", ours, stock)):
@@ -371,7 +374,7 @@ def test_names_of_mixtrals_layers_mean_what_peft_makes_of_them_on_stock(targets,
 
 @both_ways
 def test_layers_to_transform_on_stock_and_ours(how, tmp_path):
-    """peft passes over it for stacks of stock: such a file has layers that its config leaves out. Ours load there."""
+    """On stock, peft adapts the stacks of all layers, so that the file has more than its config says; ours does not."""
     ours, stock = pair(MIXTRAL)
     options = dict(target_modules=["v_proj"], target_parameters=EXPERTS, layers_to_transform=[1])
     adapted(stock, **options).save_pretrained(tmp_path / "stock")
@@ -397,7 +400,7 @@ TARGETS = dict(target_modules="all-linear", target_parameters=EXPERTS)
 def test_an_adapter_of_a_whole_is_not_loaded_on_a_part_nor_the_other_way_round(
     trained_on, loaded_on, how, tmp_path
 ):
-    """It changes layers that the other class has by other names: the class that it was trained on is needed."""
+    """Adapters of "all-linear" change layers that the other class lacks, or has under other names."""
     whole = MULTIMODAL.make() if "LlamoeForConditionalGeneration" in (trained_on, loaded_on) else TEXT.make()
     whole.save_pretrained(tmp_path / "model")
     trained, other = (
@@ -433,7 +436,7 @@ def test_adapters_of_single_experts_that_transformers_4_trained(tmp_path):
 
 
 def test_an_adapter_of_the_other_layout_is_refused(tmp_path):
-    """Factors the other way round, as of experts that lie input-first for peft."""
+    """The factors of the file are exchanged, as if the experts were stored input-first."""
     ours, _ = pair(MIXTRAL)
     adapted(ours, target_modules=["v_proj"], target_parameters=EXPERTS).save_pretrained(tmp_path)
     weights = load_file(tmp_path / "adapter_model.safetensors")

@@ -1,4 +1,4 @@
-"""LoRA beside the experts' products, against peft's own way, which adds it to the weights."""
+"""LoRA computed beside the experts' products equals peft's own way, which adds the update to the weights."""
 
 import copy
 from contextlib import nullcontext
@@ -28,12 +28,12 @@ from llamoe.modeling.quantization import QuantizedExperts
 
 TEXT = next(case for case in SHALLOW_MODELS if case.name == "LlamoeForCausalLM")
 STACKS = ["feed_forward.experts.gate_up_proj", "feed_forward.experts.down_proj"]
-# Sums in another order.
+# Sums are in another order.
 TOLERANCE = 1e-5
 
 
 def adapted(implementation="llamoe", **options):
-    """The model with random factors on all linear layers and on both stacks; r = 3 suits no grouped product."""
+    """Return a model with random factors on all linear layers and both stacks; grouped products cannot take r = 3."""
     model = TEXT.make()
     model.set_experts_implementation(implementation)
     torch.manual_seed(1)
@@ -42,7 +42,7 @@ def adapted(implementation="llamoe", **options):
 
 
 def wrappers(model):
-    """The two wrappers around each mixture's experts."""
+    """Return the wrappers of all stacks, two for each mixture."""
     return [module for module in model.modules() if type(module).__name__ == "ParamWrapper"]
 
 
@@ -60,7 +60,7 @@ def expected():
 
 @pytest.mark.parametrize("rank", [3, 8])
 def test_it_forms_no_weight(rank, monkeypatch):
-    """As peft's own way does; its numbers on stock's experts are in `test_adapters_across.py`."""
+    """peft's parametrization, which computes W + BA, is not used."""
     monkeypatch.setattr(nn.utils.parametrize, "register_parametrization", None)
     loss, _ = gradients_of(adapted(r=rank))
     assert loss > 0
@@ -84,7 +84,7 @@ def test_one_graph(expected):
 
 
 def test_dropout(tmp_path):
-    """Of the rows that both stacks get; none in evaluation."""
+    """Dropout zeroes inputs of both stacks in training, and none in evaluation."""
     model = adapted(lora_dropout=0.4)
     assert torch.equal(run(model, **TEXT.inputs()), run(adapted(), **TEXT.inputs()))
     seen = []
@@ -99,7 +99,7 @@ def test_dropout(tmp_path):
     for given, result in seen:
         assert 0.3 < (result == 0).float().mean() < 0.5
         assert max_abs(result, torch.where(result == 0, 0.0, given / 0.6)) < TOLERANCE
-    # peft reads no such file over stock.
+    # peft cannot load this file on stock's model.
     model.save_pretrained(tmp_path)
     again = PeftModel.from_pretrained(TEXT.make(), tmp_path).eval()
     assert torch.equal(run(again, **TEXT.inputs()), run(model.eval(), **TEXT.inputs()))
@@ -107,7 +107,7 @@ def test_dropout(tmp_path):
 
 @pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "batched_mm"])
 def test_other_ways_of_experts_have_no_place_for_it(implementation):
-    """But for merged adapters, and those that are off."""
+    """Implementations of transformers refuse active adapters on experts; merged and disabled ones work."""
     model, inputs = adapted(implementation), TEXT.inputs()
     with pytest.raises(
         ValueError, match=f'"{implementation}" cannot compute LoRA on experts: choose "llamoe"'
@@ -129,7 +129,7 @@ def two_adapters():
 
 
 def test_rows_with_adapters_of_their_own():
-    """Linear layers are peft's; of experts and pictures one sentence says that there is no such batch."""
+    """An adapter for each row works on linear layers; with experts or pictures it is refused."""
     names = ["second", "__base__", "default"]
     with pytest.raises(ValueError, match="adapter_names.*experts"):
         two_adapters()(**TEXT.inputs(), adapter_names=names)
@@ -137,7 +137,7 @@ def test_rows_with_adapters_of_their_own():
     seen = get_peft_model(MULTIMODAL.make(), LoraConfig(**options))
     with pytest.raises(ValueError, match="adapter_names.*pictures"):
         seen.eval()(**MULTIMODAL.inputs(), adapter_names=["default"] * 3)
-    # Linear layers alone are peft's business.
+    # On linear layers alone, peft computes it.
     model = get_peft_model(TEXT.make(), LoraConfig(**options))
     model.add_adapter("second", LoraConfig(**options))
     together = run(model.eval(), **TEXT.inputs(), adapter_names=names)
@@ -147,7 +147,7 @@ def test_rows_with_adapters_of_their_own():
 
 
 def test_a_weighted_sum():
-    """Of factors, as for linear layers."""
+    """A linear combination adds the factors, as peft does for linear layers."""
     model = adapted()
     torch.manual_seed(2)
     model.add_adapter("second", model.peft_config["default"])
@@ -232,7 +232,7 @@ def test_one_adapter_is_scaled_by_pefts_default():
     ],
 )
 def test_ways_of_sharing_experts_that_are_refused(sizes):
-    """Whole experts, and one batch for all, are in parallel/test_two_processes.py."""
+    """`parallel/test_two_processes.py` tests the way that works: whole experts, and the same batch in all processes."""
     model = TEXT.make()
     model.config.distributed_config = DistributedConfig(**sizes)
     with pytest.raises(ValueError, match="^tp_size = 2.*whole experts"):
@@ -246,7 +246,7 @@ def test_a_tower_that_is_not_there():
 
 
 def stacks_with_factors(layout, weights, dtype):
-    """Experts of a family, or packed ones, with LoRA's factors: leaves [E, r, I] and [O, r, E] of each stack."""
+    """Return experts, plain or packed, and LoRA's factors of each stack: leaves `[E, r, I]` and `[O, r, E]`."""
     fields = dict(num_local_experts=3, hidden_size=64, intermediate_size=96)
     experts = (Experts if layout == "llama4" else OutputFirstExperts)(transformers.MixtralConfig(**fields))
     experts.config._experts_implementation = "llamoe"
@@ -260,7 +260,7 @@ def stacks_with_factors(layout, weights, dtype):
         experts = packed
     generator, leaves = torch.Generator().manual_seed(1), {}
     for name, size_in, size_out in zip(STACK_NAMES, (64, 96), (192, 64), strict=True):
-        # Of a rank that grouped products take in each dtype.
+        # Grouped products can take this rank in each dtype.
         factors = (
             torch.randn(*shape, generator=generator) / 8 for shape in ((3, 8, size_in), (size_out, 8, 3))
         )
@@ -269,7 +269,7 @@ def stacks_with_factors(layout, weights, dtype):
 
 
 def outputs_and_gradients(compute, leaves, num_tokens, dtype, context=None):
-    """Of 2 experts a token; gradients of the factors. The context is for the forward pass, as torch wants autocast."""
+    """Return outputs with 2 experts a token, and the factors' gradients; `context` surrounds the forward pass alone."""
     generator = torch.Generator().manual_seed(num_tokens)
     x, weights = (
         torch.randn(num_tokens, 64, generator=generator),
@@ -283,7 +283,7 @@ def outputs_and_gradients(compute, leaves, num_tokens, dtype, context=None):
 
 
 def beside(experts, leaves):
-    """The experts with the update beside their weights."""
+    """Return a function that computes the experts with the update beside their weights."""
 
     def compute(*inputs):
         updates = {
@@ -295,7 +295,7 @@ def beside(experts, leaves):
 
 
 def within(experts, leaves):
-    """The same in float64, with the update added to the weights: peft's way."""
+    """Return a function that adds the update to the weights and computes in float64."""
     whole = Experts(copy.deepcopy(experts.config)).double()
 
     def compute(x, ids, weights):
@@ -315,7 +315,7 @@ def within(experts, leaves):
 
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-# Weights and factors of each layout of experts, without autocast and under both kinds of it in turn.
+# Layout, dtypes of weights and factors, and autocast: off, bfloat16 and float16 in turn.
 MIXED = [
     (layout, weights, factors)
     for layout in ("llama4", "mixtral", "int4")
@@ -331,9 +331,9 @@ MIXED = [
 
 @pytest.mark.parametrize(("layout", "weights", "factors", "autocast"), MIXED, ids=str)
 def test_dtypes_of_weights_and_factors_may_differ(layout, weights, factors, autocast):
-    """Outputs and gradients of a token and of many; what has shapes alone has them in the same dtypes."""
+    """Outputs and gradients are right for one token and for many; fake tensors have the same dtypes."""
     experts, leaves = stacks_with_factors(layout, weights, factors)
-    # Some roundings of the coarsest dtype that takes part; in float32 sums of a few hundred terms are coarser.
+    # 16 roundings of the coarsest dtype; in float32 the order of some hundred terms matters more.
     taking_part = {weights, factors, autocast or weights, experts.dtype}
     tolerance = max(16 * max(torch.finfo(dtype).eps for dtype in taking_part), TOLERANCE)
     autocasting = torch.autocast("cpu", autocast, enabled=autocast is not None)
@@ -351,7 +351,7 @@ def test_dtypes_of_weights_and_factors_may_differ(layout, weights, factors, auto
 
 @pytest.mark.slow
 def test_compilers_take_mixed_dtypes():
-    """As peft has them: packed weights that compute in bfloat16, factors in float32."""
+    """peft gives packed weights, which compute in bfloat16, factors in float32."""
     torch._dynamo.reset()
     experts, leaves = stacks_with_factors("int4", torch.bfloat16, torch.float32)
     compute = beside(experts, leaves)
@@ -359,6 +359,6 @@ def test_compilers_take_mixed_dtypes():
     compiled = torch.compile(compute, fullgraph=True, backend="aot_eager")
     found = outputs_and_gradients(compiled, leaves, 11, torch.bfloat16)
     for given, right in zip((found[0], *found[1]), (y, *gradients), strict=True):
-        # Sums of bfloat16 in another order.
+        # Sums in bfloat16 are in another order.
         assert given.dtype == right.dtype and max_abs(given, right) <= 0.02 * right.abs().max()
     torch._dynamo.reset()

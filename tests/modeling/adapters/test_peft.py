@@ -1,4 +1,4 @@
-"""peft the stock way: default targets, "all-linear", the experts' parameters, merging, several adapters."""
+"""peft's own functions on our models: default targets, "all-linear", experts, merging, prompts, tied heads."""
 
 import copy
 import json
@@ -35,7 +35,7 @@ EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 
 
 def randomize(model, seed=3):
-    """Draw all factors, of which fresh adapters have one at zero."""
+    """Draw all factors at random; a new adapter has zeros in one of each pair."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -46,7 +46,7 @@ def randomize(model, seed=3):
 
 
 def adapted_names(model):
-    """The modules that an adapter has wrapped."""
+    """Return the names of the modules that an adapter has wrapped."""
     layers = peft.tuners.tuners_utils.BaseTunerLayer
     return {name for name, module in model.named_modules() if isinstance(module, layers)}
 
@@ -72,7 +72,7 @@ def test_every_table_of_defaults_knows_every_model_type():
 
 @pytest.mark.slow
 def test_registration_waits_for_peft():
-    """The model exists before peft is imported, and somebody has asked whether peft is there."""
+    """peft knows our model types also if it is imported after a model was built and `find_spec` was called."""
     code = """
 import importlib.util, json, sys
 import llamoe
@@ -142,7 +142,7 @@ def test_all_linear_on_a_tower_by_itself_and_on_other_models():
     assert set(wrapped.base_model.targeted_module_names) == names
 
 
-# A stack of one expert, which peft takes for a linear layer's weight.
+# peft takes a stack of one expert for a linear layer's weight.
 ONE = dict(num_local_experts=1, num_experts_per_tok=1)
 
 
@@ -152,7 +152,7 @@ ONE = dict(num_local_experts=1, num_experts_per_tok=1)
         (DENSE, {}),
         (MIXTRAL, {}),
         (MULTIMODAL, {"vision": SHALLOW_VISION, **SHALLOW}),
-        # No square stack, a square down_proj, a square gate_up_proj.
+        # With no square stack, with a square down_proj, and with a square gate_up_proj.
         *((TEXT, {**ONE, "intermediate_size": size}) for size in (52, 72, 36)),
         (MIXTRAL, {**ONE, "intermediate_size": 72}),
     ],
@@ -188,7 +188,7 @@ def test_save_load_merge_and_unmerge(case, sizes, tmp_path):
 @pytest.mark.parametrize("name", ["PromptTuningConfig", "PromptEncoderConfig", "PrefixTuningConfig"])
 @for_models("is_head", models=[case for case in SHALLOW_MODELS if not case.has_images])
 def test_prompts_are_put_in_front_once(case, name):
-    """As in passes over the whole text: peft asks for the cache by the name that it knows."""
+    """With a cache, tokens are those of passes over the whole text without one."""
     options = {"encoder_hidden_size": 7} if name == "PromptEncoderConfig" else {}
     config = getattr(peft, name)(task_type="CAUSAL_LM", num_virtual_tokens=4, **options)
     model = get_peft_model(case.make(), config).eval()
@@ -200,7 +200,7 @@ def test_prompts_are_put_in_front_once(case, name):
 
 
 def test_prefix_tuning_with_pictures():
-    """As on the text model of the same prompts, which gets the merged embeddings."""
+    """Logits are those of the text model with the same prompts and the merged embeddings."""
     config = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
     model = MULTIMODAL.make()
     text_model = copy.deepcopy(model.language_model)
@@ -228,7 +228,7 @@ def test_prefix_tuning_with_pictures():
     ids=lambda options: next(iter(options)),
 )
 def test_a_tied_head_inside_of_the_multimodal_class_is_trained(options):
-    """As under the text class, where peft finds it by itself."""
+    """peft finds a tied head in the multimodal class as in the text class."""
     config = LoraConfig(**{"target_modules": ["k_proj"], "ensure_weight_tying": True, **options})
     trained = []
     for make in (MULTIMODAL.make, lambda **text: MULTIMODAL.make(**text).language_model):
@@ -238,7 +238,7 @@ def test_a_tied_head_inside_of_the_multimodal_class_is_trained(options):
         trained.append({name for name in names if "embed" in name or "head" in name})
         factors = dict(model.named_parameters(remove_duplicate=False))
         head = [p for name, p in factors.items() if "lm_head.lora_A" in name]
-        # Its factors are the embedding's.
+        # The head shares the embedding's factors.
         assert all(
             any(p.data_ptr() == e.data_ptr() for n, e in factors.items() if "embedding_B" in n) for p in head
         )

@@ -1,4 +1,4 @@
-"""Fields of a config that choose layers and modules mean experts as they mean linear layers, through every door."""
+"""Fields of a `LoraConfig` that choose layers and modules also choose experts, whichever function takes it."""
 
 import pytest
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -12,12 +12,12 @@ STACKS = ["experts.down_proj", "experts.gate_up_proj"]
 
 
 def make(case):
-    """A model of two layers with experts, if it has them."""
+    """Return a model of two layers, both with experts if the class has them."""
     return case.make(**({"moe_layers": [0, 1]} if case.is_llama4 else {}))
 
 
 def adapted_parts(model):
-    """Layer, and the last two parts of the name, of each adapted module and stack."""
+    """Return the layer and the last two parts of the name of each adapted module and stack."""
     parts = set()
     for name, module in model.named_modules():
         if hasattr(module, "lora_A"):
@@ -58,7 +58,7 @@ FIELDS = {
         ATTENTION | {(layer, "experts.down_proj") for layer in "01"},
     ),
 }
-DOORS = [
+FUNCTIONS = [
     (MIXTRAL, "get_peft_model"),
     (TEXT, "get_peft_model"),
     (MULTIMODAL, "add_adapter"),
@@ -68,12 +68,14 @@ DOORS = [
 
 
 @pytest.mark.parametrize(
-    ("field", "door"), in_turn(FIELDS, DOORS, times=3), ids=lambda it: it if isinstance(it, str) else it[1]
+    ("field", "function"),
+    in_turn(FIELDS, FUNCTIONS, times=3),
+    ids=lambda it: it if isinstance(it, str) else it[1],
 )
-def test_a_config_by_hand(field, door, tmp_path):
-    (options, expected), (case, door) = FIELDS[field], door
+def test_a_config_by_hand(field, function, tmp_path):
+    (options, expected), (case, function) = FIELDS[field], function
     model = make(case)
-    # Of the tower's layers `k_proj` is one, too.
+    # The tower has layers named `k_proj`, too.
     names = [name for name, _ in model.named_modules() if name.endswith("k_proj") and "vision" not in name]
     by_layer = (
         {"target_modules": ["k_proj"]} if "layers_to_transform" in options else {"target_modules": names}
@@ -81,9 +83,9 @@ def test_a_config_by_hand(field, door, tmp_path):
     if case.has_images and "layers_to_transform" in options:
         model.vision_model.model.layers = model.vision_model.model.layers[:0]
     config = LoraConfig(target_parameters=STACKS, r=2, **by_layer, **options)
-    if door == "get_peft_model":
+    if function == "get_peft_model":
         model = get_peft_model(model, config)
-    elif door == "add_adapter":
+    elif function == "add_adapter":
         model.add_adapter(config)
     else:
         model = get_peft_model(model, LoraConfig(target_modules=["o_proj"]))
@@ -94,7 +96,7 @@ def test_a_config_by_hand(field, door, tmp_path):
         (name.split("layers.")[1][0], ".".join(name.split(".")[-2:])) for name in config.target_parameters
     }
     assert chosen == {part for part in expected if part[1] in STACKS}
-    if door == "get_peft_model":
+    if function == "get_peft_model":
         model.save_pretrained(tmp_path)
         assert adapted_parts(PeftModel.from_pretrained(make(case), tmp_path)) == expected
 
@@ -115,7 +117,7 @@ def test_ranks_of_stacks_and_layers():
 def test_all_adapters_change_the_same_stacks():
     model = get_peft_model(MIXTRAL.make(), llamoe.lora_config(MIXTRAL.make(), layers_to_transform=[1]))
     before = adapted_parts(model)
-    # Written in another way, they are the same.
+    # A config with other words may choose the same stacks.
     same = LoraConfig(target_modules=["q_proj"], target_parameters=STACKS, layers_to_transform=[1])
     model.add_adapter("other", same)
     assert adapted_parts(model) == before

@@ -1,4 +1,4 @@
-"""Implementations of attention that these tests run on a CPU."""
+"""Implementations of attention that the tests of this folder run on a CPU, FlashAttention among them."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -12,9 +12,10 @@ from llamoe.modeling.attention import implementation as implementation_module
 
 
 def attention(query, key, value, scale, causal, dropout_p=0.0, window_size=(-1, -1)):
-    """[Q, H, D], [K, H / groups, D]: plain attention; the last query stands at the last key.
+    """Compute attention of a query `[Q, H, D]` to keys and values `[K, H / groups, D]` by plain operations.
 
-    A window has that many keys before a query's own place and behind it; -1: all.
+    The last query is the token of the last key. `window_size` is the number of keys that a query sees before and after
+    its own token; -1: all.
     """
     assert dropout_p == 0
     groups = query.shape[1] // key.shape[1]
@@ -30,14 +31,14 @@ def attention(query, key, value, scale, causal, dropout_p=0.0, window_size=(-1, 
 
 @dataclass
 class PlainFlash:
-    """The interface of the package `flash_attn`, written out, and what was asked of it."""
+    """The functions of the package `flash_attn` by plain operations, and how often each was called."""
 
     calls: Counter
 
     def flash_attn_func(self, q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1)):
         self.calls["whole"] += 1
-        how = softmax_scale, causal, dropout_p, window_size
-        rows = [attention(*row, *how) for row in zip(q, k, v, strict=True)]
+        options = softmax_scale, causal, dropout_p, window_size
+        rows = [attention(*row, *options) for row in zip(q, k, v, strict=True)]
         return torch.stack(rows)
 
     def flash_attn_varlen_func(
@@ -58,7 +59,7 @@ class PlainFlash:
         for tensor, ends, longest in ((q, cu_seqlens_q, max_seqlen_q), (k, cu_seqlens_k, max_seqlen_k)):
             assert ends.dtype == torch.int32 and ends[0] == 0 and ends[-1] == len(tensor)
             assert ends.diff().min() >= 0 and ends.diff().max() <= longest
-        # Only a single query may have no keys: that of a row whose tokens are all padding until now.
+        # Queries without keys are allowed: in a decode step, those of rows whose tokens are all padding.
         assert ((cu_seqlens_q.diff() <= cu_seqlens_k.diff()) | (cu_seqlens_k.diff() == 0)).all()
         pieces = zip(
             q.split(cu_seqlens_q.diff().tolist()),
@@ -66,8 +67,8 @@ class PlainFlash:
             v.split(cu_seqlens_k.diff().tolist()),
             strict=True,
         )
-        how = softmax_scale, causal, dropout_p, window_size
-        return torch.cat([attention(*piece, *how) for piece in pieces])
+        options = softmax_scale, causal, dropout_p, window_size
+        return torch.cat([attention(*piece, *options) for piece in pieces])
 
 
 @pytest.fixture
@@ -81,7 +82,8 @@ def flash(monkeypatch):
         flash_utils._unpad_input,
     )
     for name, value in vars(flash_utils).copy().items():
-        if name.endswith("_fn"):  # what transformers has loaded, to be put back afterwards
+        # transformers stores loaded functions under these names: restore them after the test.
+        if name.endswith("_fn"):
             monkeypatch.setattr(flash_utils, name, value)
     monkeypatch.setattr(flash_utils, "_loaded_implementation", None)
     monkeypatch.setattr(flash_utils, "_lazy_imports", lambda *_, **__: functions)
@@ -95,7 +97,7 @@ IMPLEMENTATIONS = ["sdpa", "flex_attention", "flash_attention_2"]
 
 @pytest.fixture(params=IMPLEMENTATIONS)
 def implementation(request):
-    """Every implementation but `eager`, the truth. Flex, otherwise for GPUs, runs as plain Python."""
+    """All implementations but `eager`, with which they are compared. Flex attention runs uncompiled, on the CPU."""
     if request.param.startswith("flash"):
         request.getfixturevalue("flash")
     request.getfixturevalue("monkeypatch").setattr(implementation_module, "FOR_GPUS", ())

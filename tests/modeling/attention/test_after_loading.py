@@ -1,4 +1,4 @@
-"""What users change after a model was made, its layers, windows, chunks and causality, against transformers' own."""
+"""Layers, windows, chunks and causality that users change in a loaded model have the same effect as in transformers."""
 
 import copy
 
@@ -21,23 +21,23 @@ from support.tables import in_turn
 import llamoe
 
 WINDOW, LENGTH = 5, 17
-SOME = ["sliding_attention", "full_attention", "sliding_attention"]
+MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
 FIELDS = {
     "Llama": DENSE,
     "Mistral": {**DENSE, "sliding_window": WINDOW},
-    "Ministral": {**DENSE, "sliding_window": WINDOW, "layer_types": SOME},
+    "Ministral": {**DENSE, "sliding_window": WINDOW, "layer_types": MIXED},
     "Mixtral": {**MIXTRAL, "sliding_window": WINDOW},
-    # Stock's Llama 4 counts padding in the temperature of its queries, ours does not.
+    # In transformers' Llama 4 the temperature of queries counts padding; in ours it does not.
     "Llama4": {**TEXT, "attention_chunk_size": WINDOW, "attn_temperature_tuning": False},
 }
 FAMILIES = list(FIELDS)
 HEADS = {"Mixtral": "LlamoeMixtralForCausalLM", "Llama4": "LlamoeForCausalLM"}
-# Sums in another order, of logits with a deviation of about one.
+# Sums are in another order; logits have a standard deviation of about one.
 TOLERANCE = 1e-5
 
 
 def pair(family, **changes):
-    """transformers' model and ours with its weights."""
+    """Return transformers' model, and ours with its weights."""
     config = getattr(transformers, f"{family}{'Text' * (family == 'Llama4')}Config")(
         **{**FIELDS[family], **changes}
     )
@@ -48,7 +48,7 @@ def pair(family, **changes):
 
 
 def check_logits(stock, ours, length=LENGTH, **options):
-    """The same logits, with padding and without."""
+    """Check that logits are equal, with padding and without."""
     ids, mask = random_ids(2, length), padding_mask((3, 0), length)
     given, expected = (run(model, input_ids=ids, **options) for model in (ours, stock))
     assert max_abs(given, expected) < TOLERANCE
@@ -64,13 +64,13 @@ def new_tokens(model, length=3):
 
 
 def check_equal(stock, ours):
-    """The same logits, and tokens, which a row on a CPU gets by the kernels for few rows."""
+    """Check that logits are equal, and the tokens of one row, which a CPU computes by the kernels for few rows."""
     check_logits(stock, ours)
     assert new_tokens(ours) == new_tokens(stock)
 
 
 def reorder_lists(config, order):
-    """What a config says of each layer, for layers that were put into this order."""
+    """Change the lists of a config that have an entry for each layer, as layers were put into this order."""
     if getattr(config, "no_rope_layers", None):
         config.no_rope_layers = [config.no_rope_layers[i] for i in order]
         config.moe_layers = [place for place, i in enumerate(order) if i in config.moe_layers]
@@ -86,7 +86,7 @@ def test_added_layers_are_saved(family, tmp_path):
         added = copy.deepcopy(layers[last - 1])
         added.self_attn.layer_idx = last
         layers.append(added)
-    # As long as the configs say nothing of it.
+    # The configs do not count the new layer yet.
     check_logits(stock, ours)
     for model in (stock, ours):
         last = model.config.num_hidden_layers
@@ -102,7 +102,7 @@ def test_added_layers_are_saved(family, tmp_path):
 
 
 @pytest.mark.parametrize("family", ["Ministral", "Llama4"])
-def test_an_added_layer_has_to_have_a_type(family):
+def test_an_added_layer_needs_a_type(family):
     _, ours = pair(family)
     ours.model.layers.append(copy.deepcopy(ours.model.layers[0]))
     ours.config.num_hidden_layers += 1
@@ -118,7 +118,7 @@ def test_fewer_layers_run(family):
         del model.model.layers[1]
         for place, layer in enumerate(model.model.layers):
             layer.self_attn.layer_idx = place
-        # As is usual, of each list the entry goes, too.
+        # Users remove the layer's entry from each list, too.
         reorder_lists(model.config, [i for i in range(model.config.num_hidden_layers) if i != 1])
     check_logits(*models)
     for model in models:
@@ -129,13 +129,13 @@ def test_fewer_layers_run(family):
     check_equal(*models)
 
 
-# A family, what its config had when the model was made, and what it is set to.
+# A family, fields of its config when the model is made, and fields that are changed later.
 SIZES = [
     ("Mistral", {}, {"sliding_window": None}),
     ("Mistral", {}, {"sliding_window": 3}),
     ("Mistral", {"sliding_window": None}, {"sliding_window": 3}),
     ("Ministral", {}, {"sliding_window": 3}),
-    ("Ministral", {}, {"layer_types": SOME[::-1][1:] + SOME[:1], "sliding_window": 4}),
+    ("Ministral", {}, {"layer_types": MIXED[::-1][1:] + MIXED[:1], "sliding_window": 4}),
     ("Mixtral", {}, {"sliding_window": None}),
     ("Mixtral", {"sliding_window": None}, {"sliding_window": 3}),
     ("Llama4", {}, {"attention_chunk_size": 3}),
@@ -149,9 +149,9 @@ SIZES = [
     in_turn(SIZES, ["sdpa", "flex_attention", "flash_attention_2"]),
     indirect=["implementation"],
 )
-def test_windows_are_read_at_each_pass(case, implementation):
-    family, made, changes = case
-    stock, ours = pair(family, **made)
+def test_windows_are_read_in_each_forward(case, implementation):
+    family, fields, changes = case
+    stock, ours = pair(family, **fields)
     stock.set_attn_implementation("eager")
     new_tokens(ours)
     for model in (stock, ours):
@@ -167,7 +167,7 @@ def test_windows_are_read_at_each_pass(case, implementation):
     ("family", "name"), [("Ministral", "sliding_window"), ("Llama4", "attention_chunk_size")]
 )
 def test_a_type_without_a_size_is_refused(family, name):
-    """The layers would see all tokens in silence."""
+    """Without an error the layers would silently see all tokens."""
     _, ours = pair(family)
     setattr(ours.config, name, None)
     with pytest.raises(ValueError, match=f"{name} = None, but layer_types asks for"):
@@ -194,8 +194,8 @@ def test_later_tokens_are_seen(family, where, implementation):
 
 
 @pytest.mark.parametrize("fields", [{"is_causal": False}, {"use_cache": False}])
-def test_a_multimodal_config_speaks_for_its_decoder(fields):
-    """Of these stock's forward reads the whole model's config, and gives them to its parts."""
+def test_fields_of_a_multimodal_config_reach_its_decoder(fields):
+    """transformers' forward reads these fields from the whole model's config, and passes them on to the decoder."""
     ours = MULTIMODAL.make(attn_temperature_tuning=False)
     stock = MULTIMODAL.stock_of(ours)
     inputs = MULTIMODAL.inputs()
@@ -218,7 +218,7 @@ def test_a_multimodal_config_speaks_for_its_decoder(fields):
 
 @pytest.mark.parametrize("family", FAMILIES[1:])
 def test_a_window_changes_between_passes_over_one_cache(family):
-    """A smaller one counts at once, as in stock; for a larger one the cache has forgotten tokens."""
+    """A smaller window has an effect at once, as in transformers; for a larger one the cache has forgotten tokens."""
     name = "attention_chunk_size" if family == "Llama4" else "sliding_window"
     ids, logits, caches = random_ids(2, LENGTH), [], []
     for model in pair(family):

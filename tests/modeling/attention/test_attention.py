@@ -1,8 +1,7 @@
-"""Every attention implementation gives the numbers of `eager`; of decoders alone, `test_judged.py` has every batch.
+"""Every attention implementation gives the numbers of `eager`; `test_judged.py` tests decoders on all kinds of batches.
 
-Flash attention needs a GPU. What is ours of it, the arithmetic of sequences and indices, is proven here on a plain
-version of its two functions that stands where transformers loads the package; `test_flash_attention_on_a_gpu` runs
-the real kernels where there are any.
+FlashAttention needs a GPU. llamoe's part, the lengths and indices of sequences, is tested on a CPU, with plain versions
+of the two functions that transformers loads from the package. `test_flash_attention_on_a_gpu` runs the real kernels.
 """
 
 import logging
@@ -20,12 +19,12 @@ from llamoe.modeling.attention import implementation as implementation_module
 CASES = {case.name: case for case in MODELS}
 TEXT, DENSE = CASES["LlamoeForCausalLM"], CASES["LlamoeDenseForCausalLM"]
 DECODERS = pytest.mark.parametrize("case", [DENSE, TEXT], ids=lambda case: case.name)
-# Models without a head are in those with one.
+# Models with a head contain those without.
 HEADS = [case for case in MODELS if case.is_head]
 WHOLE = [*HEADS, CASES["LlamoeVisionModel"]]
-# Those of the fixture `implementation`; `eager` is the truth.
+# The fixture `implementation` takes these names; results are compared with `eager`.
 IMPLEMENTATIONS = ["sdpa", "flex_attention", "flash_attention_2"]
-# Sums in another order, of logits with a deviation of about one.
+# Sums are in another order; logits have a standard deviation of about one.
 TOLERANCE = 1e-5
 
 
@@ -34,7 +33,7 @@ def named(value):
 
 
 def make(case, implementation):
-    """A model with an implementation of attention."""
+    """Return a model with this implementation of attention."""
     model = case.make_small()
     model.set_attn_implementation(implementation)
     assert implementation in (
@@ -45,7 +44,7 @@ def make(case, implementation):
 
 
 def truth_of(case, **inputs):
-    """The numbers of `eager`."""
+    """Return the result of `eager`."""
     return run(make(case, "eager"), **inputs)
 
 
@@ -72,7 +71,7 @@ def test_pictures_equal_eager(name, implementation):
     ids=named,
 )
 def test_lengths_of_a_flattening_collator(case, with_positions, implementation):
-    """Without positions they follow from the lengths, which only flash attention would heed otherwise."""
+    """If the collator gives no positions, they follow from its lengths, which are arguments of FlashAttention alone."""
     model = make(case, implementation)
     rows = case.inputs(padding=(0,))["input_ids"][0].split((20, 33))
     collate = DataCollatorWithFlattening(
@@ -87,7 +86,7 @@ def test_lengths_of_a_flattening_collator(case, with_positions, implementation):
 
 @pytest.mark.parametrize("implementation", ["eager", *IMPLEMENTATIONS], indirect=True)
 def test_positions_that_a_mask_hides_may_be_any(implementation):
-    """Those that users give are in `test_judged.py`; the logarithm of the temperature has no value for some."""
+    """For some of these positions the logarithm in the temperature is NaN."""
     inputs = TEXT.inputs((3, 0, 17), length=37)
     mask, index = inputs["attention_mask"], torch.arange(37).expand(3, -1)
     clean = (mask.cumsum(1) - 1).clamp(min=0)
@@ -98,17 +97,17 @@ def test_positions_that_a_mask_hides_may_be_any(implementation):
 
 
 def test_an_unknown_type_of_layer_is_refused(flash):
-    """Under flash attention, which takes no mask, it would become full attention in silence."""
+    """FlashAttention takes no mask, so such layers would silently have full attention."""
     model = make(DENSE, "flash_attention_2")
     model.config.layer_types = ["full_attention", "dilated_attention", "full_attention"]
     with pytest.raises(KeyError, match="dilated_attention"):
         model(DENSE.inputs()["input_ids"], use_cache=False)
 
 
-# Flash attention: what the kernels are given
+# Arguments of FlashAttention's kernels
 
 
-def test_flash_is_given_sequences_where_there_is_padding(flash):
+def test_flash_attention_gets_sequences_if_there_is_padding(flash):
     model, inputs = make(DENSE, "flash_attention_2"), DENSE.inputs()
     run(model, **inputs)
     assert flash.calls == {"varlen": model.config.num_hidden_layers}
@@ -120,14 +119,14 @@ def test_flash_is_given_sequences_where_there_is_padding(flash):
 @torch.no_grad()
 @DECODERS
 def test_a_boolean_mask_of_four_axes(case):
-    """`eager` adds masks to the scores, where true would be one."""
+    """`eager` adds masks to the scores, so True must not count as 1."""
     ids = case.inputs()["input_ids"]
     index = torch.arange(ids.shape[1])
     mask = (index <= index[:, None]) & ((index % 5 != 2) | (index == index[:, None]))
     eager, sdpa = (
         make(case, name)(ids, attention_mask=mask[None, None]).logits for name in ("eager", "sdpa")
     )
-    # The order of summation; where masks were added as ones, 1 and more.
+    # Sums are in another order. If the mask were added as ones, the difference would be 1 and more.
     assert max_abs(eager, sdpa) < 1e-4
     with pytest.raises(ValueError, match="attention_mask"):
         make(case, "eager")(ids, attention_mask=mask[None, None].long())
@@ -137,8 +136,8 @@ def test_a_boolean_mask_of_four_axes(case):
 
 
 @pytest.mark.parametrize(("case", "name"), in_turn(HEADS, IMPLEMENTATIONS), ids=named)
-def test_no_weights_but_from_eager(case, name, flash):
-    """As in transformers: an empty tuple, in `generate` one for each token."""
+def test_only_eager_returns_attention_weights(case, name, flash):
+    """Other implementations return an empty tuple, and from `generate` one for each token, as in transformers."""
     model = make(case, name)
     inputs = case.inputs(length=29)
     with torch.compiler.set_stance("force_eager"), torch.no_grad():
@@ -149,8 +148,8 @@ def test_no_weights_but_from_eager(case, name, flash):
         assert model.generate(**inputs, **options).attentions == ((), ())
 
 
-def test_what_flex_gives_beside_its_output_is_no_weights(monkeypatch):
-    """On a GPU it gives the logarithm of each row's sum, which transformers returns as the attentions."""
+def test_flex_attention_returns_no_weights(monkeypatch):
+    """On a GPU its second result is the logarithm of each row's sum, which transformers returns as the attentions."""
     model = DENSE.make_small()
     monkeypatch.setattr(implementation_module, "FOR_GPUS", ())
     functions = llamoe.modeling.attention.layer.ALL_ATTENTION_FUNCTIONS
@@ -160,7 +159,7 @@ def test_what_flex_gives_beside_its_output_is_no_weights(monkeypatch):
         "flex_attention",
         lambda _, q, *args, **kwargs: (torch.zeros_like(q).transpose(1, 2), q.sum(-1)),
     )
-    # The mask, too, would be compiled.
+    # Otherwise the mask function would be compiled.
     with torch.no_grad(), torch.compiler.set_stance("force_eager"):
         assert model(**DENSE.inputs(), output_attentions=True).attentions == ()
 
@@ -168,7 +167,7 @@ def test_what_flex_gives_beside_its_output_is_no_weights(monkeypatch):
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["LlamoeVisionModel", "LlamoeModel", "LlamoeForConditionalGeneration"])
 def test_weights_of_the_tower(name):
-    """A pass that returns them is eager in any case, whose weights are stock's."""
+    """The tower returns weights with every implementation, since it then computes by `eager`."""
     case, attentions = CASES[name], []
     model, pixels = case.make_small(), case.inputs()["pixel_values"]
     for implementation in ("eager", "sdpa"):
@@ -183,12 +182,12 @@ def test_weights_of_the_tower(name):
     assert all(max_abs(mine, its) < 1e-6 for mine, its in zip(*attentions, strict=True))
 
 
-# Implementations that bring their own keys and values
+# Implementations with their own caches
 
 
 @DECODERS
-def test_keywords_reach_the_implementation_untouched(case):
-    """Continuous batching, vLLM and others hand their caches to the attention function through the model."""
+def test_keywords_reach_the_implementation_unchanged(case):
+    """Continuous batching, vLLM and others pass their caches through the model to the attention function."""
     calls = []
 
     def attend(module, query, key, value, attention_mask, **kwargs):
@@ -201,16 +200,16 @@ def test_keywords_reach_the_implementation_untouched(case):
         model = case.make_small()
         model.set_attn_implementation("untouched")
         names = ["block_table", "attention_instances"]
-        given = {name: object() for name in names}
+        extra = {name: object() for name in names}
         lengths = torch.tensor([0, 20, 53], dtype=torch.int32)
         positions = torch.arange(53)[None]
         ids = case.inputs(padding=(0,))["input_ids"]
-        model(ids, position_ids=positions, cu_seq_lens_q=lengths, max_length_q=33, use_cache=False, **given)
+        model(ids, position_ids=positions, cu_seq_lens_q=lengths, max_length_q=33, use_cache=False, **extra)
     finally:
         del functions["untouched"]
     assert [module.layer_idx for module, _ in calls] == list(range(model.config.num_hidden_layers))
     for module, kwargs in calls:
-        assert all(kwargs[name] is given[name] for name in given)
+        assert all(kwargs[name] is extra[name] for name in extra)
         assert kwargs["cu_seq_lens_q"] is lengths and kwargs["position_ids"] is positions
         assert kwargs["scaling"] == module.scaling and module.is_causal
         assert module.num_key_value_groups == 3 and module.config is model.config
@@ -220,7 +219,7 @@ def test_keywords_reach_the_implementation_untouched(case):
 @pytest.mark.parametrize("case", [*CASES.values()], ids=lambda case: case.name)
 @pytest.mark.parametrize("version", [2, 3])
 def test_flash_attention_on_a_gpu(case, version):
-    """The real kernels, in bfloat16, are as near to float32 as eager is."""
+    """Errors of the real kernels in bfloat16, measured against float32, are at most 1.5 times those of `eager`."""
     model, inputs = case.make_small(head_dim=32) if case.is_text else case.make_small(), case.inputs()
     inputs = {name: value.cuda() for name, value in inputs.items()}
     model = model.cuda()
@@ -244,10 +243,10 @@ def test_flash_attention_on_a_gpu(case, version):
     [*((case, "flex_attention") for case in WHOLE), (TEXT, "flash_attention_2")],
     ids=named,
 )
-def test_sdpa_computes_in_the_place_of_others(case, name, flash, monkeypatch, caplog):
-    """Of flex attention on a CPU, of flash attention in decoders with chunks.
+def test_sdpa_replaces_other_implementations(case, name, flash, monkeypatch, caplog):
+    """It replaces flex attention on a CPU, and FlashAttention in decoders with chunks, with one warning.
 
-    Batches with padding, over chunks; told once.
+    Batches have padding, and are longer than a chunk.
     """
     logging.Logger.warning_once.cache_clear()
     functions = llamoe.modeling.attention.layer.ALL_ATTENTION_FUNCTIONS
@@ -271,7 +270,7 @@ def test_a_block_mask_on_a_cpu():
 @pytest.mark.slow
 @DECODERS
 def test_compiled_flex_attention_equals_eager(case, monkeypatch):
-    """As it runs on a GPU, compiled; half a minute of C++."""
+    """Flex attention is compiled, as on a GPU; on a CPU this takes half a minute."""
     monkeypatch.setattr(implementation_module, "FOR_GPUS", ())
     model, inputs = make(case, "flex_attention"), case.inputs()
     assert_equal(run(model, **inputs), truth_of(case, **inputs), inputs["attention_mask"])

@@ -1,4 +1,4 @@
-"""Every kind of cache gives the same tokens; one that forgets what is needed is refused before it is written to."""
+"""Every kind of cache gives the same tokens; a cache that forgets needed tokens is refused before it is written to."""
 
 import contextlib
 import functools
@@ -23,8 +23,10 @@ from transformers.cache_utils import Fp8QuantizedLayer
 
 import llamoe
 
-HEADS = [case for case in MODELS if case.is_head]  # the last two have chunks
-PROMPT, NEW = 29, 20  # over the chunk borders at 32 and 48
+# The last two have chunks.
+HEADS = [case for case in MODELS if case.is_head]
+# The new tokens cross the chunk borders at 32 and 48.
+PROMPT, NEW = 29, 20
 
 
 def named(value):
@@ -32,7 +34,7 @@ def named(value):
 
 
 class NoStream(contextlib.nullcontext):
-    """A stream of a machine without an accelerator: what is asked for has been done already."""
+    """A stand-in for a stream on a machine without an accelerator, where all operations have ended already."""
 
     def wait_stream(self, other):
         pass
@@ -40,7 +42,7 @@ class NoStream(contextlib.nullcontext):
 
 @pytest.fixture
 def streams(monkeypatch):
-    """transformers moves offloaded layers on streams of a GPU; without one, on none. The layers move all the same."""
+    """Without a GPU, move the layers of transformers' offloaded cache outside of streams."""
     if not torch.cuda.is_available():
         monkeypatch.setattr(torch, "Stream", NoStream)
         monkeypatch.setattr(torch.cuda, "default_stream", lambda device=None: NoStream())
@@ -59,13 +61,13 @@ KINDS = {
 
 
 def kinds_options(beams):
-    """Twelve tokens take each row over a border of its own chunks."""
+    """Return options of `generate`: with twelve tokens each row crosses a border of its chunks."""
     return {"num_beams": beams, "max_new_tokens": 12 if beams == 1 else 6}
 
 
 @functools.cache
 def tokens_without_a_kind(case, beams):
-    """What every kind of cache must give."""
+    """Return the tokens that every kind of cache must give."""
     return new_tokens(case.make_small(), case.inputs(length=PROMPT), **kinds_options(beams))
 
 
@@ -78,7 +80,7 @@ def tokens_without_a_kind(case, beams):
     ids=named,
 )
 def test_kinds_of_cache_give_the_same_tokens(case, kind, beams, streams):
-    """On a padded batch, of which each row begins its chunks elsewhere."""
+    """In a padded batch, whose rows have their chunk borders at different indices."""
     model, inputs = case.make_small(), case.inputs(length=PROMPT)
     kind = KINDS[kind](model.config.get_text_config()) if callable(KINDS[kind]) else KINDS[kind]
     given = new_tokens(model, inputs, **kind, **kinds_options(beams))
@@ -86,8 +88,8 @@ def test_kinds_of_cache_give_the_same_tokens(case, kind, beams, streams):
 
 
 @pytest.mark.parametrize(("case", "kind"), in_turn(HEADS, ["dynamic", "static"]), ids=named)
-def test_caches_continue_and_serve_again(case, kind):
-    """Two calls of `generate` with one cache are one longer call; a static cache, emptied, starts anew."""
+def test_caches_continue_and_can_be_used_again(case, kind):
+    """Two calls of `generate` with one cache give the tokens of a longer call, also after a reset of a static cache."""
     model, inputs = case.make_small(), case.row(case.inputs(length=PROMPT), 1)
     expected = model.generate(**inputs, max_new_tokens=NEW, do_sample=False, eos_token_id=-1)
     config = model.config.get_text_config()
@@ -110,7 +112,10 @@ def quantized(backend):
 
 @pytest.mark.parametrize(("case", "beams"), in_turn(HEADS, [1, 3]), ids=named)
 def test_fp8_caches(case, beams, monkeypatch):
-    """Kept in float64 by the same layers, it changes nothing; in 8 bits, a little. Stock refuses chunked layers."""
+    """With float64 in place of float8 nothing changes; with float8 logits change a little.
+
+    transformers' Llama 4 refuses these caches.
+    """
     model, inputs = case.make_small(), case.inputs(length=PROMPT)
     options = kinds_options(beams)
     expected = new_tokens(model, inputs, **options)
@@ -163,7 +168,7 @@ def heads():
 
 @pytest.mark.parametrize("name", FORGETFUL)
 def test_caches_that_forget_what_is_needed_are_refused(name, heads):
-    """The numbers would be wrong without a word."""
+    """Without an error the logits would be wrong."""
     family, make = FORGETFUL[name]
     for model in heads[family]:
         cache = make()
@@ -174,8 +179,8 @@ def test_caches_that_forget_what_is_needed_are_refused(name, heads):
 
 
 @torch.no_grad()
-def test_caches_that_fit_are_taken(heads):
-    """Also what others make: layers that keep everything, a prefix of keys and values."""
+def test_caches_that_fit_are_accepted(heads):
+    """Also caches from other code: with layers that keep all tokens, or with a prefix of keys and values."""
     for family, config in (("dense", DENSE), ("text", TEXT)):
         for model in heads[family]:
             plain = model(input_ids=IDS).logits
@@ -186,7 +191,7 @@ def test_caches_that_fit_are_taken(heads):
             for cache in (DynamicCache(config=keeps_all), DynamicCache(config=wider)):
                 assert max_abs(model(input_ids=IDS, past_key_values=cache).logits, plain) < 1e-5
                 assert cache.get_seq_length() == 10
-            # As peft's prefix tuning makes them.
+            # peft's prefix tuning makes such caches.
             generator = torch.Generator().manual_seed(0)
             prefix = [torch.randn(2, 2, 4, 20, generator=generator) for _ in range(config.num_hidden_layers)]
             cache = DynamicCache([(states[:1], states[1:]) for states in prefix])
@@ -196,7 +201,7 @@ def test_caches_that_fit_are_taken(heads):
 
 @torch.no_grad()
 def test_static_windows_have_room_for_a_chunk(heads):
-    """Where no layer keeps everything, one that is shorter than a chunk must not go round."""
+    """If no layer keeps all tokens, a static window shorter than a chunk must not overwrite tokens of the chunk."""
     model = make_asymmetric(llamoe.LlamoeForCausalLM(text_config(no_rope_layers=[1] * 5)))
     expected = model(input_ids=IDS).logits
     past = StaticCache(config=model.config, max_cache_len=12)

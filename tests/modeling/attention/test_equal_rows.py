@@ -1,6 +1,6 @@
-"""Rows without padding take blocks of queries under SDPA: the numbers of masks, without a mask of all tokens.
+"""Rows without padding are computed by SDPA in blocks of queries: with the numbers of a mask, but without its memory.
 
-The truth is `eager`, which takes masks.
+Results are compared with `eager`, which uses masks.
 """
 
 from functools import partial
@@ -21,12 +21,12 @@ from llamoe.modeling.attention.visibility import Rule
 
 CHUNK = 16
 DENSE = next(case for case in MODELS if case.name == "LlamoeDenseForCausalLM")
-# Sums in another order, of logits with a deviation of about one.
+# Sums are in another order; logits have a standard deviation of about one.
 TOLERANCE = 1e-5
 
 
 def pair(**overrides):
-    """`eager` and `sdpa`: a chunked, a full and another chunked layer, if not told otherwise."""
+    """Return a model for `eager` and one for `sdpa`, by default with a chunked, a full and a chunked layer."""
     overrides = {
         "num_hidden_layers": 3,
         "no_rope_layers": [1, 0, 1],
@@ -85,13 +85,13 @@ ROWS = {
     "late_each": {"position_ids": torch.arange(63) + torch.tensor([[3], [16], [30]])},
     "left": {"attention_mask": padding_mask((0, 3, 40), 63)},
     "packed": {"position_ids": RESTARTING},
-    # No packed rows, since there is a mask: a token sees what stands before it at positions of the same chunk.
+    # With a mask rows are not packed: a token sees all earlier tokens whose positions are in its chunk.
     "restarting": {"position_ids": RESTARTING, "attention_mask": torch.ones(3, 63, dtype=torch.long)},
 }
 
 
 @pytest.mark.parametrize("kind", ROWS)
-def test_rows_that_begin_at_one_position_take_blocks(models, kind):
+def test_rows_that_begin_at_one_position_are_cut_into_blocks(models, kind):
     mask = masks_of(models[1], 3, 63, **ROWS[kind])["chunked_attention"]
     assert type(mask) is (EqualRows if kind in ("bare", "ones", "late") else torch.Tensor)
     if kind == "restarting":
@@ -110,7 +110,7 @@ def test_a_layer_whose_cached_tokens_are_fewer_is_refused():
 
 
 def test_dropout_reaches_every_block(models):
-    """With values of one, each output is what is left of a sum of weights: one on average."""
+    """If all values are one, each output is the sum of the attention weights after dropout, which is one on average."""
     mask = masks_of(models[1], 3, 63)["chunked_attention"]
     query = torch.randn(3, 6, 63, 20, generator=torch.Generator().manual_seed(0))
     key, value, module = query[:, :2], torch.ones(3, 2, 63, 20), models[1].model.layers[0].self_attn
@@ -121,15 +121,15 @@ def test_dropout_reaches_every_block(models):
 
 
 class Largest(TorchDispatchMode):
-    """The largest number of elements that an operation gives."""
+    """Records the largest number of elements in a result of an operation."""
 
     elements = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        for each in result if isinstance(result, tuple | list) else [result]:
-            if isinstance(each, torch.Tensor):
-                self.elements = max(self.elements, each.untyped_storage().nbytes() // each.element_size())
+        for it in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(it, torch.Tensor):
+                self.elements = max(self.elements, it.untyped_storage().nbytes() // it.element_size())
         return result
 
 
@@ -137,7 +137,7 @@ class Largest(TorchDispatchMode):
 @pytest.mark.parametrize("kind", ["chunked", "late", "full", "window"])
 @torch.no_grad()
 def test_long_rows_make_no_mask(kind, pieces, monkeypatch):
-    """A piece behind cached tokens takes a mask a few queries long; blocks of 1024 queries in practice."""
+    """After cached tokens each block of queries has a mask; a block has 1024 queries, in this test 32."""
     monkeypatch.setattr(equal_rows, "BLOCK", 32)
     if kind in ("chunked", "late"):
         truth, model = pair(num_hidden_layers=1, no_rope_layers=[1], interleave_moe_layer_step=2)
@@ -146,32 +146,32 @@ def test_long_rows_make_no_mask(kind, pieces, monkeypatch):
         truth, model = (DENSE.make(num_hidden_layers=1, sliding_window=window) for _ in range(2))
     truth.set_attn_implementation("eager")
     ids, results = random_ids(1, 360), []
-    for each in (truth, model):
-        past, parts, positions = DynamicCache(config=each.config), [], torch.arange(360)[None]
+    for tested in (truth, model):
+        past, parts, positions = DynamicCache(config=tested.config), [], torch.arange(360)[None]
         with Largest() as largest:
             for piece, at in zip(ids.split(pieces, 1), positions.split(pieces, 1), strict=True):
                 given = {"position_ids": at + 5} if kind == "late" else {}
-                parts.append(each.model(piece, past_key_values=past, **given).last_hidden_state)
+                parts.append(tested.model(piece, past_key_values=past, **given).last_hidden_state)
         results.append(torch.cat(parts, 1))
         # Queries and keys together have 360 * ((6 + 2) * 20) elements, a mask of all tokens 360 * 360.
-        assert (largest.elements <= 360 * 160) == (each is model) or len(pieces) > 1
+        assert (largest.elements <= 360 * 160) == (tested is model) or len(pieces) > 1
     assert max_abs(*results) < TOLERANCE * max(1, results[0].std())
 
 
 @pytest.mark.parametrize("kind", ["left", "packed"])
 def test_float64_rows_equal_eager(kind):
-    """Narrowed to float32, a mask's lowest float64 is minus infinity, and a row of nothing else NaN."""
-    truth, model = (each.double() for each in pair(attention_chunk_size=5))
+    """The lowest float64, cast to float32, would be minus infinity, and a fully masked row NaN."""
+    truth, model = (it.double() for it in pair(attention_chunk_size=5))
     real, positions = padding_mask((0, 3, 13), 20), torch.arange(20).remainder(7)[None]
     given = {"attention_mask": real} if kind == "left" else {"position_ids": positions}
-    results = [run(each, input_ids=random_ids(3, 20), **given) for each in (truth, model)]
+    results = [run(it, input_ids=random_ids(3, 20), **given) for it in (truth, model)]
     assert results[0].isfinite().all()
     real = real.bool() if kind == "left" else slice(None)
     assert max_abs(results[0][real], results[1][real]) < 1e-10
 
 
-def test_a_single_query_takes_no_mask(models):
-    """A step inside the first chunk is plain; later ones look at the last keys only."""
+def test_a_single_query_needs_no_mask(models):
+    """Within the first chunk it attends to all keys, later to the last keys."""
     model = models[1]
     for make in (DynamicCache, lambda: DynamicCache(config=model.config)):
         for length in (1, 9, 15, 16, 17, 40):
@@ -185,13 +185,14 @@ def test_a_single_query_takes_no_mask(models):
                 seen = length % CHUNK + 1
                 if length < CHUNK:
                     assert mask is None
-                elif mask is None:  # a window that has lost what is over
+                elif mask is None:
+                    # A window has forgotten the keys that the query does not see.
                     assert past.layers[0].get_mask_sizes(1)[0] == seen
                 else:
                     assert mask.blocks(1)[0].keys == slice(mask.key_length - seen, mask.key_length)
 
 
-def test_other_implementations_keep_getting_masks(models):
+def test_other_implementations_get_masks(models):
     _, model = models
     seen = []
 
@@ -213,7 +214,7 @@ def test_other_implementations_keep_getting_masks(models):
 
 
 @pytest.mark.parametrize("given", [False, True], ids=["made", "given"])
-def test_no_full_layers_need_no_full_mask(given):
+def test_masks_are_made_only_for_types_that_layers_have(given):
     truth, model = pair(num_hidden_layers=1, no_rope_layers=[1], interleave_moe_layer_step=2)
     ids, mask = random_ids(2, 40), padding_mask((3, 0), 40)
     expected = run(truth, input_ids=ids, attention_mask=mask)
@@ -224,8 +225,8 @@ def test_no_full_layers_need_no_full_mask(given):
     assert max_abs(seen[mask.bool()], expected[mask.bool()]) < TOLERANCE * max(1, expected.std())
 
 
-def test_what_stands_for_a_mask_goes_where_masks_go(models):
-    """To other devices with accelerate's hooks, and through `generate`, which asks for contiguous masks."""
+def test_equal_rows_can_be_passed_like_masks(models):
+    """accelerate's hooks send them to other devices, and `generate` calls `contiguous` on them."""
     rows = masks_of(models[1], 3, 63)["chunked_attention"]
     assert rows.contiguous() is rows
     assert send_to_device(rows, torch.device("meta")).blocks(63) == rows.blocks(63)

@@ -1,4 +1,4 @@
-"""What attention asks of a GPU, on a CPU: no waiting for values, and no copies of keys."""
+"""Checks on a CPU of what matters on a GPU: attention does not wait for values, and does not copy keys."""
 
 from unittest import mock
 
@@ -17,7 +17,7 @@ DENSE = next(case for case in MODELS if case.name == "LlamoeDenseForCausalLM")
 
 
 class Places(TorchDispatchMode):
-    """Counts searches for the places of flags, each of which a GPU's host would wait for."""
+    """Counts calls of `nonzero`: for each, the host of a GPU would wait."""
 
     count = 0
 
@@ -27,8 +27,8 @@ class Places(TorchDispatchMode):
 
 
 @torch.no_grad()
-def test_flash_looks_for_no_places_under_a_mask_that_hides_nothing(flash):
-    """A mask that hides tokens is followed as before."""
+def test_flash_attention_does_not_wait_if_a_mask_hides_nothing(flash):
+    """Only if the mask hides tokens does transformers search for them, by `nonzero`."""
     model = DENSE.make()
     model.set_attn_implementation("flash_attention_2")
     ids = DENSE.inputs()["input_ids"][1:2].repeat(2, 1)
@@ -41,8 +41,8 @@ def test_flash_looks_for_no_places_under_a_mask_that_hides_nothing(flash):
             assert (places.count == 0) == (hidden == 0)
 
 
-def test_a_compiled_step_packs_heads():
-    """On fake CUDA tensors, with a cache of fixed length: one graph, in which keys are not repeated."""
+def test_a_compiled_step_does_not_repeat_keys():
+    """With a static cache, on fake CUDA tensors, a step is one graph in which heads share their keys."""
     graphs = []
 
     def record(graph, _):
@@ -67,5 +67,5 @@ def test_a_compiled_step_packs_heads():
         step(token, past_key_values=cache, position_ids=position)
     torch._dynamo.reset()
     calls = [node for node in graphs[0].graph.nodes if "scaled_dot_product" in str(node.target)]
-    shapes = [[tuple(each.meta["example_value"].shape) for each in node.args[:3]] for node in calls]
+    shapes = [[tuple(it.meta["example_value"].shape) for it in node.args[:3]] for node in calls]
     assert len(graphs) == 1 and shapes == [[(2, 2, 3, 20), (2, 2, 37, 20), (2, 2, 37, 20)]]

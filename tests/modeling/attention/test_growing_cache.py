@@ -1,4 +1,4 @@
-"""A cache that grows in place holds what concatenating gives, and changes nothing that others hold."""
+"""A cache that grows in place has the same keys and values as with concatenation, and never changes earlier tensors."""
 
 import copy
 import pickle
@@ -21,7 +21,7 @@ LAYERS = ["sliding_attention", "full_attention"]
 
 @pytest.fixture(autouse=True)
 def without_gradients(monkeypatch):
-    """A layer has room for two more tokens."""
+    """Turn gradients off, and let new memory have two spare places."""
     monkeypatch.setattr(growing_cache, "_MIN_SPARE", 2)
     with torch.no_grad():
         yield
@@ -29,7 +29,7 @@ def without_gradients(monkeypatch):
 
 @pytest.fixture(params=[(torch.float32, 1), (torch.bfloat16, 2)], ids=["float32", "two rows in bfloat16"])
 def draw(request):
-    """Keys or values of so many tokens."""
+    """A function that draws keys or values of a number of tokens."""
     dtype, batch = request.param
     generator = torch.Generator().manual_seed(3)
 
@@ -40,23 +40,28 @@ def draw(request):
 
 
 def memory_of(layer):
-    """The memory that a layer's tensors are views of, with spare places; None where they have none."""
+    """Return the memory with spare places that a layer's tensors are views of; None if they are not."""
     memory = vars(layer).get("llamoe_memory")
     is_used = memory is not None and memory.tensors[0].data_ptr() == layer.keys.data_ptr()
     return memory if is_used else None
 
 
 def check_appended(cache, draw, tokens: int, layers: int = 2, change=lambda number: None, together: int = 1):
-    """The same tokens in the cache and in a copy that concatenates, which must be equal after each."""
+    """Append the same tokens to the cache and to a copy that concatenates; check after each step that both are equal.
+
+    A step appends `together` tokens to each of `layers` layers, and then calls `change`. Return the copy.
+    """
     other = copy.deepcopy(cache)
     for number in range(tokens):
         for layer in range(layers):
             key, value = draw(together), draw(together)
             expected = other.update(key.clone(), value.clone(), layer)
-            found = append_to_cache(cache, key, value, layer)
-            its, same = cache.layers[layer], other.layers[layer]
+            states = append_to_cache(cache, key, value, layer)
+            grown, concatenated = cache.layers[layer], other.layers[layer]
             for one, two in zip(
-                (*found, its.keys, its.values), (*expected, same.keys, same.values), strict=True
+                (*states, grown.keys, grown.values),
+                (*expected, concatenated.keys, concatenated.values),
+                strict=True,
             ):
                 assert torch.equal(one, two)
         change(number)
@@ -64,11 +69,11 @@ def check_appended(cache, draw, tokens: int, layers: int = 2, change=lambda numb
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 6, 7, 30])
-@pytest.mark.parametrize("is_known", [True, False])
+@pytest.mark.parametrize("has_config", [True, False])
 @pytest.mark.parametrize("together", [1, 3])
-def test_it_holds_what_concatenating_gives(tokens, is_known, together, draw):
+def test_tensors_equal_concatenated_ones(tokens, has_config, together, draw):
     config = llamoe.LlamoeDenseConfig(num_hidden_layers=2)
-    cache = DynamicCache(config=config) if is_known else DynamicCache()
+    cache = DynamicCache(config=config) if has_config else DynamicCache()
     for layer in range(2 if tokens else 0):
         append_to_cache(cache, draw(tokens), draw(tokens), layer)
     other = check_appended(cache, draw, 40, together=together)
@@ -77,19 +82,19 @@ def test_it_holds_what_concatenating_gives(tokens, is_known, together, draw):
 
 
 @pytest.mark.parametrize("window", [2, 12, 20, 200])
-def test_a_window_is_followed_until_it_is_full(window, draw):
+def test_a_window_grows_in_place_until_it_is_full(window, draw):
     config = llamoe.LlamoeDenseConfig(num_hidden_layers=2, sliding_window=window, layer_types=LAYERS)
     cache, in_place = DynamicCache(config=config), []
     layer = cache.layers[0]
     other = check_appended(cache, draw, 40, change=lambda _: in_place.append(memory_of(layer) is not None))
     assert type(layer) is DynamicSlidingWindowLayer
     assert layer.get_mask_sizes(1) == other.layers[0].get_mask_sizes(1) and cache.get_seq_length() == 40
-    # From the second token to the last but one of the window, whose memory is given back.
+    # The first token is written by `update`; when the window is full, its memory is freed.
     assert in_place == [1 < number < window for number in range(1, 41)]
     assert "llamoe_memory" not in vars(layer) or window > 40
 
 
-def test_a_window_that_keeps_all_for_a_crop_is_left_alone(draw):
+def test_a_window_that_records_the_past_is_left_to_update(draw):
     config = llamoe.LlamoeDenseConfig(num_hidden_layers=1, sliding_window=8, layer_types=LAYERS[:1])
     cache = DynamicCache(config=config)
     check_appended(cache, draw, 5, layers=1)
@@ -99,7 +104,7 @@ def test_a_window_that_keeps_all_for_a_crop_is_left_alone(draw):
     check_appended(cache, draw, 6, layers=1)
 
 
-def test_memory_is_taken_seldom_and_little_more_than_needed(draw):
+def test_memory_is_allocated_seldom_and_with_an_eighth_to_spare(draw):
     cache, memories = DynamicCache(), []
     append_to_cache(cache, draw(160), draw(160), 0)
     layer = cache.layers[0]
@@ -109,16 +114,16 @@ def test_memory_is_taken_seldom_and_little_more_than_needed(draw):
             memories.append(memory_of(layer))
 
     check_appended(cache, draw, 100, layers=1, change=look)
-    # 160, 181, 204, 230 and 259 tokens had no place for one more.
+    # With 160, 181, 204, 230 and 259 tokens there was no place for the next token.
     assert [memory.tensors[0].shape[2] for memory in memories] == [181, 204, 230, 259, 292]
 
 
-def test_what_somebody_holds_never_changes(draw):
+def test_tensors_that_were_returned_never_change(draw):
     cache, held = DynamicCache(), []
     append_to_cache(cache, draw(9), draw(9), 0)
 
     def hold(_):
-        held.extend((each, each.clone()) for each in (cache.layers[0].keys, cache.layers[0].values))
+        held.extend((states, states.clone()) for states in (cache.layers[0].keys, cache.layers[0].values))
 
     check_appended(cache, draw, 25, layers=1, change=hold)
     cache.crop(-11)
@@ -145,7 +150,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_whatever_is_done_to_a_cache_between_is_seen(change, draw):
+def test_a_cache_may_be_changed_between_tokens(change, draw):
     cache = DynamicCache()
     append_to_cache(cache, draw(9), draw(9), 0)
     check_appended(cache, draw, 5, layers=1)
@@ -155,7 +160,7 @@ def test_whatever_is_done_to_a_cache_between_is_seen(change, draw):
 
 
 @pytest.mark.parametrize("is_shallow", [True, False])
-def test_two_caches_of_the_same_tensors_go_apart(is_shallow, draw):
+def test_two_caches_of_the_same_tensors_grow_apart(is_shallow, draw):
     first = DynamicCache()
     append_to_cache(first, draw(9), draw(9), 0)
     check_appended(first, draw, 3, layers=1)
@@ -177,7 +182,7 @@ def test_two_caches_of_the_same_tensors_go_apart(is_shallow, draw):
         assert torch.equal(cache.layers[0].keys, its.layers[0].keys)
 
 
-def test_inference_mode_and_gradients_may_come_and_go(draw):
+def test_inference_mode_and_gradients_may_change_between_tokens(draw):
     cache = DynamicCache()
     append_to_cache(cache, draw(9), draw(9), 0)
     modes = torch.inference_mode, torch.no_grad, torch.enable_grad, torch.inference_mode, torch.no_grad
@@ -187,12 +192,12 @@ def test_inference_mode_and_gradients_may_come_and_go(draw):
 
 
 def own_update(self, key_states, value_states, *_):
-    """Whatever research on caches does."""
+    """Return other keys and values: a stand-in for code that replaces `update`."""
     return key_states * 2, value_states * 3
 
 
 @pytest.mark.parametrize("kind", ["static", "subclass", "class", "object", "cache's class", "cache's object"])
-def test_an_update_of_somebody_elses_is_called(kind, monkeypatch):
+def test_a_replaced_update_is_called(kind, monkeypatch):
     sizes = dict(num_hidden_layers=1, num_attention_heads=HEADS, num_key_value_heads=HEADS, head_dim=SIZE)
     config = llamoe.LlamoeDenseConfig(hidden_size=18, **sizes)
     cache = StaticCache(config=config, max_cache_len=40) if kind == "static" else DynamicCache(config=config)
@@ -207,15 +212,15 @@ def test_an_update_of_somebody_elses_is_called(kind, monkeypatch):
         owner.update = own_update.__get__(owner)
     elif "class" in kind:
         monkeypatch.setattr(Cache if "cache" in kind else DynamicLayer, "update", own_update)
-    found = append_to_cache(cache, key, value, 0)
+    states = append_to_cache(cache, key, value, 0)
     if kind == "static":
-        assert found[0].shape[2] == 40
+        assert states[0].shape[2] == 40
     else:
-        assert torch.equal(found[0], key * 2) and torch.equal(found[1], value * 3)
+        assert torch.equal(states[0], key * 2) and torch.equal(states[1], value * 3)
 
 
 def test_a_models_own_cache_grows():
-    """Its numbers are in `test_judged.py`."""
+    """`test_judged.py` compares the model's logits."""
     config = llamoe.LlamoeDenseConfig(
         vocab_size=99, hidden_size=48, intermediate_size=40, num_hidden_layers=2, num_attention_heads=6
     )

@@ -1,6 +1,7 @@
-"""Batches of every kind, whole, in pieces through every cache and in training, by every implementation of attention.
+"""Batches of all kinds, at once, in pieces with every cache, and in training, by every implementation of attention.
 
-The judge is the decoder that `tests/fuzz` has in float64, one sequence at a time: no batch, padding, cache or mask.
+Results are compared with the decoder of `tests/fuzz` in float64, which computes a sequence at a time, without batch,
+padding, cache or mask.
 """
 
 import copy
@@ -31,7 +32,7 @@ FAMILIES = {
     ),
     "mixtral": ("LlamoeMixtralForCausalLM", {}),
     "llama4_text": ("LlamoeForCausalLM", {}),
-    # transformers' growing cache keeps every token of a window of one, and announces one.
+    # transformers' growing cache keeps all tokens of a window of one, although its `get_mask_sizes` says one.
     "chunks of one token": ("LlamoeForCausalLM", {"attention_chunk_size": 1}),
     "windows of one token": ("LlamoeDenseForCausalLM", {"sliding_window": 1}),
 }
@@ -45,7 +46,7 @@ CACHES = {
 
 @cache
 def judged(family):
-    """A model, which tests only read, its fields in stock's words, and its judge."""
+    """Return a model, which tests must not change, its config in stock's fields, and its judge."""
     name, fields = FAMILIES[family]
     model = CASES[name].make_small(**fields)
     fields = llamoe.to_stock(model.config)
@@ -54,7 +55,7 @@ def judged(family):
 
 
 def drawn(family, kind, implementation):
-    """The model, its judge, several rows of some chunks or windows, and the dice that drew them."""
+    """Return the model, its judge, a batch of several rows, longer than a chunk, and the random numbers behind it."""
     model, fields, judge = judged(family)
     model.set_attn_implementation(implementation)
     rng = random.Random(f"{family}, {kind}")
@@ -66,16 +67,16 @@ def drawn(family, kind, implementation):
 
 
 def can_compute(family, kind, implementation):
-    """Whether an implementation computes such rows: flash takes no mask, and its windows count no padding."""
+    """Return False for batches that FlashAttention cannot compute: it takes no mask, and windows skip padding."""
     has_windows = family in ("ministral", "mixtral", "windows of one token")
-    is_flashs = kind != "mask4d" and not (has_windows and kind == "holes")
-    return is_flashs or not implementation.startswith("flash")
+    fits_flash = kind != "mask4d" and not (has_windows and kind == "holes")
+    return fits_flash or not implementation.startswith("flash")
 
 
 @torch.no_grad()
 @pytest.mark.parametrize(
     ("family", "kind", "implementation"),
-    [each for each in itertools.product(FAMILIES, KINDS, IMPLEMENTATIONS) if can_compute(*each)],
+    [case for case in itertools.product(FAMILIES, KINDS, IMPLEMENTATIONS) if can_compute(*case)],
     indirect=["implementation"],
 )
 def test_whole_batches(family, kind, implementation):
@@ -96,7 +97,7 @@ def test_whole_batches(family, kind, implementation):
         (family, cache, kind, implementation)
         for family, cache, kind, implementation in in_turn(FAMILIES, CACHES, PADDED, IMPLEMENTATIONS)
         if can_compute(family, kind, implementation)
-        # Padding between cached tokens of chunks is mostly refused: see `test_positions.py`.
+        # Most caches refuse padding between tokens of chunked layers: see `test_positions.py`.
         and (
             FAMILIES[family][0] != "LlamoeForCausalLM"
             or kind != "holes"
@@ -106,7 +107,7 @@ def test_whole_batches(family, kind, implementation):
     indirect=["implementation"],
 )
 def test_pieces_through_caches(family, cache, kind, implementation):
-    """Pieces of any size and single tokens, over borders of chunks and ends of windows."""
+    """Pieces have any size, also one token, and cross borders of chunks and windows."""
     model, judge, batch, rng = drawn(family, kind, implementation)
     past, fed, begin = CACHES[cache](model.config), None, 0
     if batch.position_ids is not None:
@@ -117,7 +118,7 @@ def test_pieces_through_caches(family, cache, kind, implementation):
     check(fed, judge, f"{implementation}, {cache}")
 
 
-# What is asked of a loss: coefficients of the router losses, the number of labels of a larger batch.
+# Options of a loss: coefficients of the router losses, and the number of labels in a larger batch.
 LOSSES = {
     "mean": {},
     "share": {"num_items_in_batch": 41},
@@ -138,7 +139,7 @@ LOSSES = {
     indirect=["implementation"],
 )
 def test_losses_and_gradients(family, kind, loss, implementation):
-    """Of every weight; in turn under gradient checkpointing."""
+    """The loss and the gradient of every weight; with router losses also under gradient checkpointing."""
     model, judge, batch, rng = drawn(family, kind, implementation)
     model, labels, asked = (
         copy.deepcopy(model).train(),

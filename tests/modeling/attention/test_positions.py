@@ -1,7 +1,7 @@
-"""Left-padded, packed, cached and single runs of the same tokens give the same logits.
+"""The same tokens give the same logits in a left-padded batch, in a packed row, with a cache and by themselves.
 
-The truth is each row by itself, without padding and without a cache: transformers' own Llama 4 fails some of these
-(its temperature follows the cache's length; see `test_stock_differs_where_it_is_wrong`).
+Results are compared with each row by itself, without padding and cache. transformers' Llama 4 fails some of these
+tests: its temperature follows the cache's length (see `test_stock_differs_where_it_is_wrong`).
 """
 
 import pytest
@@ -23,8 +23,9 @@ import llamoe
 from llamoe.modeling.attention import MaskInputs
 from llamoe.modeling.attention.visibility import RULES
 
-CHUNK = 16  # attention_chunk_size of the tiny config; floor_scale is 8
-# Sums in another order: the same tokens are multiplied in batches of other sizes.
+# `attention_chunk_size` of the small config; `floor_scale` is 8.
+CHUNK = 16
+# Sums are in another order, since batches have other sizes.
 TOLERANCE = 2e-5
 
 
@@ -38,20 +39,20 @@ def dense_model(**overrides):
 
 @torch.no_grad()
 def test_stock_differs_where_it_is_wrong():
-    # If transformers mends its temperature, this fails and the claim in the README goes.
+    # If this fails, transformers has corrected its temperature: then remove the sentence about it from the README.
     stock, ids = make_asymmetric(Llama4ForCausalLM(stock_text_config())), random_ids(1, 5)
     padded = torch.nn.functional.pad(ids, (45, 0))
     in_batch = stock(padded, attention_mask=(padded != 0).long()).logits[:, 45:]
     assert max_abs(in_batch, stock(ids).logits) > 1e-3
 
 
-# Chunks in every layer.
+# A config with chunks in every layer.
 SMALL = dict(num_hidden_layers=2, no_rope_layers=[1, 1], layer_types=["chunked_attention"] * 2)
 
 
 @pytest.mark.parametrize("begin", [0, 1], ids=["all tokens", "real tokens from 1"])
-def test_other_numbers_behind_padding_are_refused(begin):
-    """Only real tokens from zero, as `generate` counts them, tell where the cached ones stand."""
+def test_other_positions_after_padding_are_refused(begin):
+    """Positions say which chunks cached tokens are in only if they count real tokens from zero, as in `generate`."""
     model, past = text_model(**SMALL, attention_chunk_size=4), DynamicCache()
     ids, mask = random_ids(2, 12), torch.ones(2, 12, dtype=torch.long)
     mask[1, 5] = 0
@@ -62,8 +63,8 @@ def test_other_numbers_behind_padding_are_refused(begin):
         model(ids[:, 6:], attention_mask=mask, position_ids=positions[:, 6:], past_key_values=past)
 
 
-def test_nobody_waits_for_positions_on_another_device():
-    """Tensors without values cannot be read; a GPU's must not be."""
+def test_positions_on_another_device_are_not_read():
+    """Reading would wait for a GPU. Here tensors are on the meta device, where reading is an error."""
     mask = torch.ones(2, 9, dtype=torch.bool, device="meta")
     positions = torch.zeros(2, 3, dtype=torch.long, device="meta")
     past = DynamicCache()
@@ -74,7 +75,7 @@ def test_nobody_waits_for_positions_on_another_device():
 
 @pytest.mark.parametrize(("cache", "implementation"), [("windows", "eager"), ("static", "sdpa")])
 def test_windows_that_lost_tokens_are_refused(cache, implementation):
-    """Tokens 10 to 24 are padding: the chunk that began before them goes on behind them."""
+    """Tokens 10 to 24 are padding: the chunk that began before them continues after them."""
     config = text_config()
     model = make_asymmetric(llamoe.LlamoeForCausalLM(config))
     model.set_attn_implementation(implementation)
@@ -99,7 +100,7 @@ def test_windows_that_lost_tokens_are_refused(cache, implementation):
     }[cache]
     with pytest.raises(ValueError, match=r"forgotten tokens that may still be needed.*DynamicCache\(\)"):
         continued(make(), 22)
-    # Nothing was lost yet: the window still begins within the first tokens.
+    # After 12 tokens the window has not lost any token of the chunk.
     assert max_abs(continued(make(), 12), expected) < 1e-5 * expected.std()
 
 
@@ -114,8 +115,8 @@ def test_packed_rows_in_static_caches_are_refused():
 
 @torch.no_grad()
 @pytest.mark.parametrize(("rope", "make"), [("dynamic", text_model), ("longrope", dense_model)])
-def test_padding_chooses_no_frequencies(make, rope):
-    """In these types of scaling the highest position of a pass decides, at 32 here; it must not be the padding's."""
+def test_positions_of_padding_do_not_decide_frequencies(make, rope):
+    """These types of scaling depend on the highest position of a forward, here on whether it exceeds 32."""
     tokens = random_ids(1, 20)
     expected = make(**scaled_rope(rope))(tokens, use_cache=False).logits[0]
     ids, mask = torch.zeros(2, 50, dtype=torch.long), torch.zeros(2, 50, dtype=torch.long)
@@ -131,7 +132,7 @@ def test_padding_chooses_no_frequencies(make, rope):
 
 @torch.no_grad()
 def test_negative_positions_under_a_mask_of_four_axes():
-    """What such a mask hides is not looked for; a number comes out for what is seen."""
+    """Such a mask does not say which tokens are padding; visible tokens must have numbers all the same."""
     model, ids = text_model(), random_ids(1, 37)
     padded = torch.nn.functional.pad(ids, (4, 0))
     index = torch.arange(41)

@@ -1,6 +1,6 @@
-"""Norms and rotary embeddings by themselves: in which dtype they are computed.
+"""The dtypes in which norms and rotary embeddings compute.
 
-Their formulas are judged in `test_parity.py`, against stock, and in `tests/fuzz`, in float64.
+`test_parity.py` compares their formulas with transformers', and `tests/fuzz` with float64.
 """
 
 import pytest
@@ -20,7 +20,7 @@ def randn(*shape, seed=0):
 
 
 def angles(num_positions):
-    """cos and sin of ten pairs of channels, `[1, T, 10]`."""
+    """Return cos and sin of ten pairs of channels, each `[1, T, 10]`."""
     frequencies = RotaryEmbedding(llamoe.from_stock(stock_dense_config())).inv_freq
     products = torch.arange(num_positions, dtype=torch.float32)[None, :, None] * frequencies
     return products.cos(), products.sin()
@@ -35,7 +35,7 @@ class TestNormalization:
     @pytest.mark.parametrize("dtype", HALVES)
     @pytest.mark.parametrize("kind", ["rms", "l2"])
     def test_statistics_are_float32(self, kind, dtype):
-        # Squares of 300 pass float16's largest number, and 4096 of them bfloat16's precision.
+        # Squares of 300 exceed float16's largest number; a sum of 4096 squares exceeds bfloat16's precision.
         x = (300 + randn(3, 4096)).to(dtype)
         norm = RMSNorm(4096).to(dtype) if kind == "rms" else L2Norm()
         exact = x.double() / x.double().square().mean(-1, keepdim=True).sqrt()
@@ -44,7 +44,7 @@ class TestNormalization:
 
     @torch.no_grad()
     def test_rounded_before_it_is_scaled(self):
-        # Meta's order: the other one differs in the last bit of about every fourth value.
+        # In the other order about every fourth value differs in its last bit.
         norm, x = RMSNorm(64), randn(50, 64, seed=1).bfloat16()
         norm.weight.copy_(1 + 0.1 * randn(64, seed=2))
         norm.to(torch.bfloat16)
@@ -68,20 +68,20 @@ class TestNormalization:
 class TestRotary:
     @pytest.mark.parametrize("dtype", HALVES)
     @pytest.mark.parametrize("interleave", [False, True])
-    def test_computed_in_float32_and_given_back_in_the_dtype(self, dtype, interleave):
+    def test_rotated_in_float32_and_rex_rotated_in_the_dtype(self, dtype, interleave):
         x = randn(2, 3, 50, 20).to(dtype)
         cos_sin = angles(50)
-        turned = rotated(x, *cos_sin, interleave)
-        assert turned.dtype == dtype
-        assert torch.equal(turned, rotated(x.float(), *cos_sin, interleave).to(dtype))
+        x_rotated = rotated(x, *cos_sin, interleave)
+        assert x_rotated.dtype == dtype
+        assert torch.equal(x_rotated, rotated(x.float(), *cos_sin, interleave).to(dtype))
 
     @pytest.mark.parametrize("interleave", [False, True])
-    def test_float64_is_rotated_in_itself(self, interleave):
-        """Only the angles are of float32."""
+    def test_float64_is_rotated_in_float64(self, interleave):
+        """Only the angles are in float32."""
         x, (cos, sin) = randn(2, 6, 9, 20).double(), angles(9)
-        turned = rotated(x, cos, sin, interleave)
-        assert turned.dtype == torch.float64
-        assert torch.equal(turned, rotated(x, cos.double(), sin.double(), interleave))
+        x_rotated = rotated(x, cos, sin, interleave)
+        assert x_rotated.dtype == torch.float64
+        assert torch.equal(x_rotated, rotated(x, cos.double(), sin.double(), interleave))
 
     @pytest.mark.parametrize(
         "cast", [torch.nn.Module.bfloat16, torch.nn.Module.half, "to"], ids=["bfloat16", "half", "to"]

@@ -1,4 +1,4 @@
-"""Small mixtures saved in folders."""
+"""Folders of small saved mixtures, and a check that no thread and no open file is left."""
 
 import os
 import threading
@@ -11,21 +11,21 @@ from support.offload import save_kind
 
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory):
-    """By kind a folder, which is not to be changed."""
+    """A folder for each kind of mixture in `support.offload.KINDS`; tests must not change it."""
     return Folders(tmp_path_factory)
 
 
 class Folders:
-    """Folders of each kind, made when the first is asked for."""
+    """Folders by kind, each saved when it is first used."""
 
     def __init__(self, factory):
-        self._factory, self._made = factory, {}
+        self._factory, self._paths = factory, {}
 
     def __getitem__(self, kind: str) -> Path:
-        if kind not in self._made:
-            self._made[kind] = self._factory.mktemp("folder")
-            save_kind(kind, self._made[kind], self._factory.mktemp("plain"))
-        return self._made[kind]
+        if kind not in self._paths:
+            self._paths[kind] = self._factory.mktemp("folder")
+            save_kind(kind, self._paths[kind], self._factory.mktemp("plain"))
+        return self._paths[kind]
 
 
 @pytest.fixture(scope="session")
@@ -41,10 +41,13 @@ def ids() -> torch.Tensor:
 
 @pytest.fixture
 def nothing_left():
-    """Checks that no thread and no open file is left; gives what looks for the library's threads, and those files."""
+    """Check that the test leaves no thread of llamoe and no open safetensors file.
+
+    The fixture is a function that returns those threads, and the paths of those files.
+    """
 
     def now() -> tuple[set[threading.Thread], list[str]]:
-        links = (f"/proc/self/fd/{each}" for each in os.listdir("/proc/self/fd"))
+        links = (f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd"))
         files = [os.readlink(link) for link in links if os.path.lexists(link)]
         threads = {thread for thread in threading.enumerate() if thread.name.startswith("llamoe")}
         return threads, sorted(file for file in files if file.endswith(".safetensors"))

@@ -1,4 +1,4 @@
-"""Offloaded experts give the bits of experts in memory: in every store, kind of model, and way to use it."""
+"""Offloaded experts give the same bits as experts in memory: in every store, kind of model, and use."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from support.offload import (
 import llamoe
 from llamoe.modeling.offload import store as stores
 
-# A place, whether rows are on a device that stands in for an accelerator, and how many rows of an expert are computed
+# The experts' place, whether the CPU stands in for an accelerator, and up to how many rows of an expert are multiplied
 # in RAM.
 STORES = (
     ("disk", False, 4),
@@ -37,7 +37,7 @@ def test_logits_are_bit_equal(kind, experts, folders, ids):
     check_equal(*load_both(folders[kind], experts), ids)
 
 
-# Each store with two kinds, one of them quantized or stored one by one.
+# Each store with two kinds of models; the experts of one of them are quantized or stored one by one.
 @pytest.mark.parametrize(
     ("place", "is_remote", "max_rows", "kind"),
     [
@@ -54,15 +54,15 @@ def test_every_store_is_bit_equal(kind, place, is_remote, max_rows, folders, ids
     resident, offloaded = load_both(folders[kind])
     put_in_store(offloaded, place, 2 * expert_bytes(resident), is_remote)
     check_equal(resident, offloaded, ids)
-    found = counts(offloaded)
+    statistics = counts(offloaded)
     if (place, max_rows) == ("cpu", 9999):
-        # Only free slots are filled.
-        assert found.bytes_read <= 2 * expert_bytes(resident)
+        # Matrices are copied only while slots are free.
+        assert statistics.bytes_read <= 2 * expert_bytes(resident)
     if max_rows == 0:
-        assert found.bytes_read == found.misses * expert_bytes(resident)
+        assert statistics.bytes_read == statistics.misses * expert_bytes(resident)
 
 
-def test_the_definition_and_autocast_are_equal(folders, ids):
+def test_eager_and_autocast_are_equal(folders, ids):
     resident, offloaded = load_both(folders["text"], 2, experts_implementation="eager")
     check_equal(resident, offloaded, ids)
     for model in (resident, offloaded):
@@ -71,7 +71,7 @@ def test_the_definition_and_autocast_are_equal(folders, ids):
         check_equal(resident, offloaded, ids)
 
 
-def test_implementations_that_want_stacks_are_refused(folders, ids):
+def test_implementations_that_need_stacks_are_refused(folders, ids):
     _, offloaded = load_both(folders["text"], 2, experts_implementation="batched_mm")
     with pytest.raises(ValueError, match="batched_mm.*on 'disk'"):
         offloaded(ids)
@@ -97,26 +97,26 @@ def test_hits_are_those_of_a_simulated_cache(slots, folders, ids):
     with llamoe.trace_experts(offloaded) as trace:
         offloaded.generate(ids[:1], max_new_tokens=25, do_sample=False, eos_token_id=-1)
     hits, misses = map(sum, zip(*simulate(asked_in(trace), slots), strict=True))
-    found = counts(offloaded)
-    assert (found.hits, found.misses) == (hits, misses)
-    assert found.bytes_read == misses * expert_bytes(resident)
+    statistics = counts(offloaded)
+    assert (statistics.hits, statistics.misses) == (hits, misses)
+    assert statistics.bytes_read == misses * expert_bytes(resident)
 
 
 @pytest.mark.parametrize(
     ("kind", "training"), [("text", False), ("text of 16 bits", True), ("mixtral", False), ("mixtral", True)]
 )
 def test_gradients_through_frozen_experts_are_equal(kind, training, folders, ids):
-    found = []
+    gradients = []
     for model in load_both(folders[kind], 2):
         freeze_experts(model)
         model.train(training)(input_ids=ids, labels=ids).loss.backward()
-        found.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
-    assert found[0].keys() == found[1].keys() != set()
-    assert all(torch.equal(gradient, found[1][name]) for name, gradient in found[0].items())
+        gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    assert gradients[0].keys() == gradients[1].keys() != set()
+    assert all(torch.equal(gradient, gradients[1][name]) for name, gradient in gradients[0].items())
 
 
 def test_trained_experts_are_refused_by_name(folders, ids):
-    """In training mode at once; else by the backward pass: a forward pass may be for its results alone."""
+    """In training mode by the forward pass, else by the backward pass: without it nobody needs gradients."""
     _, offloaded = load_both(folders["text"], 2)
     with pytest.raises(ValueError, match="model.layers.1.feed_forward.experts.gate_up_proj shall be trained"):
         offloaded.train()(ids)

@@ -1,4 +1,4 @@
-"""Experts come whole from every kind of file; files that change, shrink, vanish or fail are told, never multiplied."""
+"""Experts are read whole from every kind of file; if a file changes, shrinks, vanishes or fails, a call is an error."""
 
 import errno
 import itertools
@@ -26,21 +26,21 @@ DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", to
 
 @pytest.fixture(params=[True, False], ids=["direct", ""])
 def direct(request, monkeypatch):
-    """Whether files are read past the page cache, if the file system can."""
+    """True if files are read without the page cache, where the file system supports that."""
     monkeypatch.setattr(reading, "LEAST_BYTES_OF_DIRECT", 0 if request.param else math.inf)
     return request.param
 
 
 def reads_directly(model) -> bool:
-    """Whether files are read past the page cache."""
+    """Return True if files are read without the page cache."""
     (store,) = model._stores()
     return any(file.direct is not None for file in store.reader.files.values())
 
 
 def apart(folder: Path, target: Path) -> Path:
-    """A copy of a folder with its experts in a file of their own, and that file.
+    """Copy a folder with its experts in a file of their own, and return the path of that file.
 
-    The other weights of a loaded model may be maps of their file, so a test cannot cut that one.
+    Other weights of a loaded model may be memory maps of their file, so a test must not cut that file.
     """
     target.mkdir()
     shutil.copy(folder / "config.json", target)
@@ -55,7 +55,7 @@ def apart(folder: Path, target: Path) -> Path:
 
 
 def write_at_odd_bytes(tensors, path: Path, pad: int) -> None:
-    """A safetensors file whose tensors begin at any byte, the last expert at the very end."""
+    """Write a safetensors file whose tensors begin at any byte; the last expert ends with the file."""
     order = sorted(tensors, key=lambda name: ("experts" in name, name))
     header, begin = {"__metadata__": {"format": "pt"}}, 0
     for name in order:
@@ -79,9 +79,9 @@ def test_ways_to_read_are_equal(kind, direct, threads, folders, ids, monkeypatch
     is_direct = reads_directly(model)
     assert not is_direct or direct
     check_equal(resident, model, ids)
-    found = counts(model)
-    whole = found.misses * expert_bytes(resident)
-    assert found.bytes_read >= whole if is_direct else found.bytes_read == whole
+    statistics = counts(model)
+    needed = statistics.misses * expert_bytes(resident)
+    assert statistics.bytes_read >= needed if is_direct else statistics.bytes_read == needed
 
 
 @pytest.mark.parametrize("pad", [0, 8, 3])
@@ -93,7 +93,7 @@ def test_experts_begin_anywhere_and_end_with_the_file(pad, direct, text_folder, 
     if pad % 4 == 0:
         check_equal(resident, model, ids)
     else:
-        # The resident model multiplies floats at odd addresses, which rounds otherwise: 2e-6 measured, logits up to 8.
+        # The model in memory multiplies floats at odd addresses, and rounds otherwise: 2e-6 measured, logits up to 8.
         torch.testing.assert_close(run(model, input_ids=ids), run(resident, input_ids=ids), rtol=0, atol=2e-5)
 
 
@@ -105,7 +105,8 @@ def split(source, folder):
     return folder / "split"
 
 
-# How a folder is made of that of a model and an empty one, and how it is loaded.
+# By kind of folder: a function of the folder of a model and an empty folder, which fills the empty one or returns
+# another; and arguments of `load_both`.
 FOLDERS = {
     "several files": (lambda _, folder: text_model().save_pretrained(folder, max_shard_size="60KB"), {}),
     "files of single experts": (
@@ -152,7 +153,7 @@ def test_file_systems_without_direct_reads_fall_back(error, text_folder, ids, mo
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16])
 def test_every_dtype_is_cast_as_in_memory(stored, ids, tmp_path):
-    """To each dtype, by either family."""
+    """Each stored dtype is cast to each dtype; each family takes part."""
     makers = (text_model, mixtral) if stored != torch.bfloat16 else (mixtral, text_model)
     for number, dtype in enumerate((torch.float32, torch.bfloat16, torch.float16)):
         folder = tmp_path / str(number)
@@ -160,17 +161,17 @@ def test_every_dtype_is_cast_as_in_memory(stored, ids, tmp_path):
         check_equal(*load_both(folder, 2, dtype=dtype), ids)
 
 
-# From here on files change, and drives fail.
+# Tests of files that change, and drives that fail.
 
 
 @pytest.fixture
 def experts_file(text_folder, tmp_path):
-    """A file with the experts alone; its folder is a whole checkpoint."""
+    """The file with the experts of a checkpoint; the other weights are in another file beside it."""
     return apart(text_folder, tmp_path / "apart")
 
 
 def rewrite(path):
-    """Other values, the same size."""
+    """Write other values, without a change of the size."""
     status = path.stat()
     with open(path, "r+b") as file:
         file.seek(status.st_size // 2)
@@ -205,7 +206,7 @@ CHANGES = {
         ("after the last read", "rewritten"),
     ],
 )
-def test_changed_files_are_told(when, change, direct, experts_file, ids, monkeypatch):
+def test_changed_files_are_errors(when, change, direct, experts_file, ids, monkeypatch):
     monkeypatch.setattr(reading, "_THREADS", 1)
     make, message = CHANGES[change]
     _, model = load_both(experts_file.parent, 2)
@@ -229,7 +230,7 @@ def test_changed_files_are_told(when, change, direct, experts_file, ids, monkeyp
         model(ids)
     assert str(experts_file) in str(error.value)
     assert ".feed_forward.experts" in str(error.value)
-    # And again, not only once.
+    # The next call is an error, too.
     with pytest.raises(llamoe.CheckpointError), torch.no_grad():
         model(ids)
 
@@ -254,7 +255,7 @@ def test_short_reads_are_completed(direct, text_folder, ids, monkeypatch):
     read = os.preadv
 
     def short(descriptor, buffers, offset):
-        # As network file systems do; never 0, and not at a block's end.
+        # Network file systems return fewer bytes than were asked for; never 0, and not up to a block's end.
         (buffer,) = buffers
         return min(read(descriptor, buffers, offset), max(1, len(buffer) // 2 + 3))
 
@@ -278,7 +279,7 @@ def test_reads_that_end_early_are_errors(direct, text_folder, ids, monkeypatch):
 @pytest.mark.parametrize("broken", [range(1), range(1, 9999, 2)])
 def test_errors_that_go_away_leave_nothing_behind(broken, direct, text_folder, ids, monkeypatch):
     resident, model = load_both(text_folder, 2)
-    read, calls, answers, told = os.preadv, itertools.count(), [], []
+    read, calls, answers, messages = os.preadv, itertools.count(), [], []
 
     def fail(*args):
         if next(calls) in broken:
@@ -291,11 +292,11 @@ def test_errors_that_go_away_leave_nothing_behind(broken, direct, text_folder, i
             try:
                 answers.append(model(ids).logits)
             except llamoe.CheckpointError as error:
-                told.append(str(error))
+                messages.append(str(error))
     wanted = r"model.safetensors: expert \d of model.layers.\d.*Input/output.*bytes [\d,]+ to [\d,]+"
-    assert all(re.search(wanted, message) for message in told)
+    assert all(re.search(wanted, message) for message in messages)
     assert next(calls) > min(broken)
-    # One that was only fetched ahead is asked for again.
+    # If only one read fails, it may be one ahead of need, which is repeated without an error.
     if len(broken) > 1:
         assert not answers
     with torch.no_grad():
@@ -313,8 +314,8 @@ def test_saved_folders_load_again(how, text_folder, ids, tmp_path):
     model.save_pretrained(tmp_path, **how)
     variant = {"variant": how["variant"]} if "variant" in how else {}
     again = CAUSAL.from_pretrained(tmp_path, **variant).eval()
-    # Where numbers begin in a file decides on last bits of products on some processors.
-    for each in (resident, again):
-        for weight in each.parameters():
+    # On some processors the address of numbers in a mapped file decides on last bits of products.
+    for loaded in (resident, again):
+        for weight in loaded.parameters():
             weight.data = weight.data.clone()
     check_equal(resident, again, ids)

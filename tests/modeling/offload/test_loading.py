@@ -1,4 +1,4 @@
-"""Ways to ask for offloaded experts, and classes that take them."""
+"""Arguments and folders by which experts are offloaded, and classes that can do so."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("without_gradients")]
 TINY = "examples/llamoe-tiny"
 
 
-def test_the_folder_of_an_adapter_is_loaded(tmp_path, ids):
+def test_an_adapters_folder_loads_its_base_model_offloaded(tmp_path, ids):
     base, folder = tmp_path / "base", tmp_path / "adapter"
     mixtral().save_pretrained(base, layout="stock")
     resident = llamoe.LlamoeMixtralForCausalLM.from_pretrained(base)
@@ -29,7 +29,7 @@ def test_the_folder_of_an_adapter_is_loaded(tmp_path, ids):
     assert model.experts_statistics()
 
 
-def test_files_are_found_after_the_folder_of_the_process_has_changed(text_folder, ids, monkeypatch):
+def test_the_working_directory_may_change_after_loading(text_folder, ids, monkeypatch):
     monkeypatch.chdir(text_folder.parent)
     resident, model = load_both(text_folder.name, 1)
     monkeypatch.chdir("/")
@@ -60,7 +60,7 @@ def test_other_parts_may_be_on_disk_too(text_folder, ids, tmp_path):
     model = llamoe.LlamoeForCausalLM.from_pretrained(
         text_folder, device_map=device_map, offload_folder=tmp_path, experts_memory="50KB"
     ).eval()
-    # accelerate's hooks keep a layer from the kernels for few rows, which round otherwise.
+    # Under accelerate's hooks a layer does not use the kernels for few rows, which round in another way.
     assert torch.equal(resident(ids).logits, model(ids).logits)
     assert model.model.layers[2].feed_forward.experts.place == "disk"
 
@@ -79,6 +79,6 @@ def test_compiled_models_are_equal(tmp_path, ids):
     text_model(num_hidden_layers=1, moe_layers=[0]).save_pretrained(tmp_path)
     resident, model = load_both(tmp_path, 2)
     compiled, expected = torch.compile(model, backend="eager")(ids).logits, resident(ids).logits
-    # Sums in another order, of logits up to 8.
+    # Sums are in another order; logits are up to 8.
     torch.testing.assert_close(compiled, expected, rtol=0, atol=2e-5)
     torch.compiler.reset()

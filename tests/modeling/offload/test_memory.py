@@ -1,6 +1,6 @@
-"""Peak memory of a process whose mixture is on disk: everything else, the budget, one expert, and at most 200 MB.
+"""The peak memory of a process with experts on disk is at most the other weights, the budget, an expert, and 200 MB.
 
-It generates, and trains an adapter of the routed experts.
+The process generates tokens, and trains an adapter of the routed experts.
 """
 
 import json
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 SCRIPT = """
 import json, sys, torch, llamoe, peft
 from support.peaks import status
-# What every program with these libraries takes, and what a small pass adds to it.
+# Memory of any program with these libraries; one thread, since each would allocate its own memory for products.
 torch.set_num_threads(1)
 before = status("VmRSS")
 model = llamoe.LlamoeForCausalLM.from_pretrained(sys.argv[1], dtype="auto", experts_memory=int(sys.argv[2]))
@@ -33,14 +33,14 @@ for _ in range(2):
     adapted(input_ids=torch.arange(3, 190)[None], labels=torch.arange(3, 190)[None]).loss.backward()
     optimizer.step()
     optimizer.zero_grad()
-# Weights, gradients and two averages.
+# Weights, gradients and AdamW's two averages.
 rest += 4 * sum(p.nbytes for p in trained)
 print(json.dumps([before, status("VmHWM"), rest, misses, read, answer[0].tolist()]))
 """
 
 
 def test_peak_is_everything_else_and_the_budget(tmp_path):
-    # 420 MB, of which 3 MB are not experts.
+    # The model has 420 MB, of which 3 MB are not experts.
     with torch.device("meta"):
         model = text_model(
             hidden_size=512,
@@ -49,7 +49,7 @@ def test_peak_is_everything_else_and_the_budget(tmp_path):
             num_local_experts=66,
             head_dim=32,
         )
-    # Drawing so many takes seconds: the same numbers again and again, which begin elsewhere in each matrix.
+    # Random weights would take seconds: the same numbers are repeated, from another start in each matrix.
     model = filled(model.to(torch.bfloat16).to_empty(device="cpu"))
     model.save_pretrained(tmp_path, max_shard_size="200MB")
     expert, total = expert_bytes(model), sum(p.nbytes for p in model.parameters())

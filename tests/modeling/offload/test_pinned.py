@@ -1,4 +1,4 @@
-"""Memory and streams beside an accelerator, with stand-ins for CUDA's runtime and torch's streams that note calls."""
+"""Pinned memory and streams, with stand-ins for CUDA's runtime and torch's streams that record calls."""
 
 import logging
 
@@ -9,7 +9,7 @@ from llamoe.modeling.offload import copies, memory
 
 
 class Runtime:
-    """Of CUDA's runtime what pins memory."""
+    """A stand-in for the functions of CUDA's runtime that pin memory."""
 
     def __init__(self, error=0):
         self.error, self.pinned = error, {}
@@ -20,7 +20,7 @@ class Runtime:
         return self.error
 
     def cudaHostUnregister(self, address):
-        # Before the system has the pages again.
+        # The pages must still be mapped.
         assert any(f"{address:x}-" in line for line in open("/proc/self/maps"))
         del self.pinned[address]
         return 0
@@ -28,39 +28,39 @@ class Runtime:
 
 @pytest.fixture
 def runtime(monkeypatch):
-    found = Runtime()
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: found)
+    runtime = Runtime()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    return found
+    return runtime
 
 
 @pytest.mark.parametrize("size", [1, 33_000_001])
-def test_no_more_is_pinned_than_was_asked(runtime, size):
-    """Torch's own pinned memory would be 64 MiB where 33 MB are asked."""
-    given = memory.pinned(size)
-    assert given.shape == (size,) and given.dtype == torch.uint8 and given.data_ptr() % 4096 == 0
-    assert runtime.pinned == {given.data_ptr(): size}
-    given.fill_(7)
-    part = given[size // 2 :].view(-1)
-    del given
+def test_only_the_requested_bytes_are_pinned(runtime, size):
+    """For 33 MB torch would pin 64 MiB."""
+    pinned = memory.pinned(size)
+    assert pinned.shape == (size,) and pinned.dtype == torch.uint8 and pinned.data_ptr() % 4096 == 0
+    assert runtime.pinned == {pinned.data_ptr(): size}
+    pinned.fill_(7)
+    part = pinned[size // 2 :].view(-1)
+    del pinned
     assert runtime.pinned and int(part[-1]) == 7
     del part
     assert not runtime.pinned
 
 
-def test_torchs_pinned_memory_is_taken_where_cuda_refuses(runtime, monkeypatch, caplog):
-    runtime.error, asked, empty = 2, [], torch.empty
-    monkeypatch.setattr(memory.torch, "empty", lambda *size, **more: asked.append(more) or empty(*size))
+def test_torchs_pinned_memory_is_used_if_cuda_refuses(runtime, monkeypatch, caplog):
+    runtime.error, options, empty = 2, [], torch.empty
+    monkeypatch.setattr(memory.torch, "empty", lambda *size, **more: options.append(more) or empty(*size))
     monkeypatch.setattr(logging.getLogger("llamoe"), "propagate", True)
     with caplog.at_level(logging.WARNING, "llamoe"):
         assert len(memory.pinned(5_000)) == 5_000
-    assert asked == [{"dtype": torch.uint8, "pin_memory": True}]
+    assert options == [{"dtype": torch.uint8, "pin_memory": True}]
     assert "refuses to pin 5000 bytes (error 2)" in caplog.text
 
 
-def test_a_copy_waits_for_what_made_the_slots_and_keeps_them(monkeypatch):
-    """Else the first copy could be overwritten, and memory that is let go be given away while a copy writes to it."""
+def test_a_copy_waits_for_the_slots_and_keeps_their_memory(monkeypatch):
+    """Otherwise initialization could overwrite the first copy, and freed memory could be reused during a copy."""
     notes = []
 
     class Stream:

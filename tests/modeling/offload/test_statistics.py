@@ -1,4 +1,4 @@
-"""Each expert counts once for each pass that needs it, and the memory of all kinds of experts stays in the budget."""
+"""Statistics count each expert once for each pass that needs it; slots of experts of several sizes share the budget."""
 
 import math
 
@@ -20,14 +20,11 @@ from llamoe.modeling.offload import store
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("without_gradients")]
 
-# Up to how many rows an expert is computed where it lies.
-COMPUTED, BROUGHT = math.inf, 0
-
 
 @pytest.mark.parametrize("experts", [2, 99])
-@pytest.mark.parametrize("max_rows", [math.inf, 0], ids=["computed", "brought"])
+@pytest.mark.parametrize("max_rows", [math.inf, 0], ids=["multiplied in RAM", "copied"])
 def test_a_prompt_counts_each_expert_once(max_rows, experts, text_folder, ids, monkeypatch):
-    """In RAM beside a stand-in for an accelerator, which computes experts of few rows where they lie."""
+    """With experts in RAM beside a stand-in for an accelerator; up to `max_rows` rows are multiplied in RAM."""
     without_kernels(monkeypatch)
     monkeypatch.setattr(store, "_MAX_ROWS_IN_RAM", max_rows)
     resident, model = load_both(text_folder)
@@ -35,27 +32,27 @@ def test_a_prompt_counts_each_expert_once(max_rows, experts, text_folder, ids, m
     with llamoe.trace_experts(model) as trace:
         model(ids)
         model(ids)
-    found = counts(model)
-    assert found.hits + found.misses == sum(map(len, asked_in(trace)))
+    statistics = counts(model)
+    assert statistics.hits + statistics.misses == sum(map(len, asked_in(trace)))
     if experts == 99:
-        assert found.misses == found.hits
+        assert statistics.misses == statistics.hits
 
 
 def test_statistics_are_plain_data(text_folder, ids):
     _, model = load_both(text_folder)
     model(ids)
-    found = model.experts_statistics(reset=True)
-    assert list(found) == ["model.layers.1.feed_forward.experts", "model.layers.2.feed_forward.experts"]
-    assert all(layer["misses"] > 0 for layer in found.values())
+    statistics = model.experts_statistics(reset=True)
+    assert list(statistics) == ["model.layers.1.feed_forward.experts", "model.layers.2.feed_forward.experts"]
+    assert all(layer["misses"] > 0 for layer in statistics.values())
     nothing = {"hits": 0, "misses": 0, "bytes_read": 0}
-    assert model.experts_statistics() == dict.fromkeys(found, nothing)
+    assert model.experts_statistics() == dict.fromkeys(statistics, nothing)
     # The caller's dictionary is a copy.
     model.experts_statistics()["model.layers.1.feed_forward.experts"]["hits"] = 5
-    assert model.experts_statistics() == dict.fromkeys(found, nothing)
+    assert model.experts_statistics() == dict.fromkeys(statistics, nothing)
 
 
 def test_two_kinds_of_experts_share_the_budget(tmp_path):
-    """One layer of 16 bits beside one of 4: each has a slot, and all slots together are not more than was given."""
+    """A layer in 16 bits and a layer in 4 bits: each has a slot, and all slots together do not exceed the budget."""
     plain, folder = tmp_path / "plain", tmp_path / "int4"
     text_model(hidden_size=128, intermediate_size=96).to(torch.bfloat16).save_pretrained(plain)
     form = llamoe.QuantizationConfig("int4", modules_to_not_convert=["model.layers.2.feed_forward.experts"])

@@ -1,4 +1,4 @@
-"""Threads share a store without waiting for each other for ever; nothing of a store outlives its model."""
+"""Threads share a store and never wait for each other for ever; no thread and no file of a store outlives its model."""
 
 import errno
 import gc
@@ -16,14 +16,14 @@ from llamoe.modeling.offload.memory import slots_of
 
 pytestmark = pytest.mark.slow
 
-# Seconds after which a test says that threads wait for each other.
+# Seconds after which a test fails, since threads wait for each other.
 LONG = 60
 
 
 def prompts(number):
     return [
-        torch.randint(3, 199, (1, 5 + each), generator=torch.Generator().manual_seed(each))
-        for each in range(number)
+        torch.randint(3, 199, (1, 5 + index), generator=torch.Generator().manual_seed(index))
+        for index in range(number)
     ]
 
 
@@ -34,7 +34,7 @@ def answer(model, prompt, tokens=3):
 
 
 def at_once(work, arguments):
-    """Results or errors of calls that begin together; fails where one does not come back."""
+    """Call `work` with each argument in a thread, all at the same time, and return the results or errors."""
     together = threading.Barrier(len(arguments))
     results = [None] * len(arguments)
 
@@ -56,13 +56,13 @@ def at_once(work, arguments):
 
 
 @pytest.fixture
-def logits_and_model(text_folder):
-    """Gives the prompts' answers of the resident model, and a model with few slots."""
+def answers_and_model(text_folder):
+    """A function that returns prompts, the answers of the model in memory, and an offloaded model with few slots."""
 
     def make(slots, number=6):
         resident, model = load_both(text_folder, slots)
-        asked = prompts(number)
-        return asked, [answer(resident, prompt) for prompt in asked], model
+        questions = prompts(number)
+        return questions, [answer(resident, prompt) for prompt in questions], model
 
     return make
 
@@ -71,41 +71,42 @@ def logits_and_model(text_folder):
     ("kind", "slots", "beside"),
     [("text", 1, None), ("mixtral", 2, None), ("text", 2, "disk"), ("text", 1, "cpu")],
 )
-def test_threads_answer_as_one(kind, slots, beside, folders, monkeypatch):
-    """Also where experts are on disk or in RAM beside an accelerator."""
+def test_threads_get_the_answers_of_single_calls(kind, slots, beside, folders, monkeypatch):
+    """Also if the tokens are on an accelerator, and experts on disk or in RAM (`beside`)."""
     if beside is not None:
-        # The CPU stands in for one, which has none of the CPU's kernels.
+        # The CPU stands in for an accelerator, which has none of the CPU's kernels.
         without_kernels(monkeypatch)
     resident, model = load_both(folders[kind], slots)
     if beside is not None:
         put_in_store(model, beside, slots * expert_bytes(resident), is_remote=True)
-    asked = prompts(6)
-    expected = [answer(resident, prompt) for prompt in asked]
-    found = at_once(lambda prompt: answer(model, prompt), asked)
-    assert all(torch.equal(*pair) for pair in zip(expected, found, strict=True))
+    questions = prompts(6)
+    expected = [answer(resident, prompt) for prompt in questions]
+    answers = at_once(lambda prompt: answer(model, prompt), questions)
+    assert all(torch.equal(*pair) for pair in zip(expected, answers, strict=True))
 
 
 def test_threads_differentiate_at_once(text_folder, ids):
     resident, model = load_both(text_folder, 1)
-    found = []
-    for each in (resident, model):
-        freeze_experts(each)
-        names, parameters = zip(*[(n, p) for n, p in each.named_parameters() if p.requires_grad], strict=True)
+    results = []
+    for trained in (resident, model):
+        freeze_experts(trained)
+        named = [(n, p) for n, p in trained.named_parameters() if p.requires_grad]
+        names, parameters = zip(*named, strict=True)
 
-        def gradients(prompt, each=each, parameters=parameters):
-            loss = each(input_ids=prompt, labels=prompt).loss
+        def gradients(prompt, trained=trained, parameters=parameters):
+            loss = trained(input_ids=prompt, labels=prompt).loss
             return torch.autograd.grad(loss, parameters, allow_unused=True)
 
-        found.append(at_once(gradients, prompts(4)))
-    for one, other in zip(*found, strict=True):
+        results.append(at_once(gradients, prompts(4)))
+    for one, other in zip(*results, strict=True):
         for name, a, b in zip(names, one, other, strict=True):
             assert a is b is None or torch.equal(a, b), name
 
 
-def test_errors_of_a_drive_do_not_stay_with_threads(logits_and_model, monkeypatch):
+def test_threads_work_after_errors_of_a_drive(answers_and_model, monkeypatch):
     slots = 2
-    asked, expected, model = logits_and_model(slots)
-    read, broken, seen = os.preadv, threading.Event(), []
+    questions, expected, model = answers_and_model(slots)
+    read, broken, messages = os.preadv, threading.Event(), []
     monkeypatch.setattr(os, "preadv", lambda *args: _io_error() if broken.is_set() else read(*args))
 
     def work(index):
@@ -118,16 +119,16 @@ def test_errors_of_a_drive_do_not_stay_with_threads(logits_and_model, monkeypatc
             return None
         while True:
             try:
-                return answer(model, asked[index])
+                return answer(model, questions[index])
             except llamoe.CheckpointError as error:
-                seen.append(str(error))
+                messages.append(str(error))
 
-    found = at_once(work, range(6))
-    assert seen
-    assert all("Input/output error" in each for each in seen)
-    assert all(torch.equal(*pair) for pair in zip(expected[1:], found[1:], strict=True))
-    assert torch.equal(answer(model, asked[0]), expected[0])
-    # All slots are there still.
+    answers = at_once(work, range(6))
+    assert messages
+    assert all("Input/output error" in message for message in messages)
+    assert all(torch.equal(*pair) for pair in zip(expected[1:], answers[1:], strict=True))
+    assert torch.equal(answer(model, questions[0]), expected[0])
+    # No slot is lost.
     (store,) = model._stores()
     caches = [slots.cache for slots in store.slots.values()]
     assert not any(cache._pinned() for cache in caches)
@@ -140,17 +141,17 @@ def _io_error():
 
 
 @pytest.mark.parametrize(("slots", "where"), [(1, "product"), (3, "reading"), (1, "reading")])
-def test_an_interrupt_leaves_the_model_whole(where, slots, logits_and_model, ids, monkeypatch):
+def test_a_model_works_after_an_interrupt(where, slots, answers_and_model, ids, monkeypatch):
     from llamoe.modeling.formats import Plain
     from llamoe.modeling.offload import reading
 
-    asked, expected, model = logits_and_model(slots, 3)
+    questions, expected, model = answers_and_model(slots, 3)
 
     def interrupt(*args, **kwargs):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        # Reads that are slow, so that they go on after the interrupt.
+        # Slow reads, which continue after the interrupt.
         read = os.preadv
         patch.setattr(os, "preadv", lambda *args: time.sleep(0.02) or read(*args))
         if where == "product":
@@ -159,11 +160,11 @@ def test_an_interrupt_leaves_the_model_whole(where, slots, logits_and_model, ids
             patch.setattr(reading.Reading, "result", interrupt)
         for _ in range(3):
             with pytest.raises(KeyboardInterrupt):
-                answer(model, asked[0])
+                answer(model, questions[0])
         patch.undo()
         patch.setattr(os, "preadv", lambda *args: time.sleep(0.002) or read(*args))
-        found = at_once(lambda prompt: answer(model, prompt), asked)
-    for one, other in zip(expected, found, strict=True):
+        answers = at_once(lambda prompt: answer(model, prompt), questions)
+    for one, other in zip(expected, answers, strict=True):
         assert torch.equal(one, other)
 
 
@@ -171,7 +172,7 @@ def test_an_interrupt_leaves_the_model_whole(where, slots, logits_and_model, ids
 @pytest.mark.parametrize("size", [100, 3 << 20])
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_forked_process_has_slots_of_its_own(size):
-    """Else one would multiply by what the other has read over its matrix."""
+    """If processes shared slots, a product could use bytes that the other process has read over its matrix."""
     memory = slots_of(2, size, torch.device("cpu"), is_pinned=False).fill_(1)
     if (child := os.fork()) == 0:
         memory.fill_(2)
@@ -181,9 +182,9 @@ def test_a_forked_process_has_slots_of_its_own(size):
 
 
 @pytest.mark.parametrize("slots", [1, 3])
-def test_closing_ends_other_threads_with_a_sentence(slots, logits_and_model):
+def test_closing_is_an_error_in_other_threads(slots, answers_and_model):
     before = set(threading.enumerate())
-    asked, expected, model = logits_and_model(slots)
+    questions, expected, model = answers_and_model(slots)
 
     def work(index):
         if index == 0:
@@ -191,11 +192,11 @@ def test_closing_ends_other_threads_with_a_sentence(slots, logits_and_model):
             model.close()
             return None
         for _ in range(1000):
-            assert torch.equal(answer(model, asked[index]), expected[index])
+            assert torch.equal(answer(model, questions[index]), expected[index])
         return None
 
-    _, *found = at_once(work, range(6))
-    for error in found:
+    _, *errors = at_once(work, range(6))
+    for error in errors:
         assert isinstance(error, llamoe.CheckpointError), error
         assert "closed by model.close()" in str(error)
     assert not [new for new in set(threading.enumerate()) - before if new.name.startswith("llamoe")]
@@ -204,7 +205,7 @@ def test_closing_ends_other_threads_with_a_sentence(slots, logits_and_model):
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs /proc, which Linux has")
 def test_nothing_outlives_a_model(nothing_left, text_folder, ids):
     before = nothing_left()
-    # What is freed here is freed without Python's search for cycles.
+    # Without the garbage collector: the model must not be part of a cycle of references.
     gc.disable()
     try:
         for _ in range(5):
@@ -213,7 +214,7 @@ def test_nothing_outlives_a_model(nothing_left, text_folder, ids):
             threads, files = nothing_left()
             assert threads > before[0] and len(files) > len(before[1])
             del model
-            # They end without anybody who waits for them.
+            # No thread waits for those of the model, which end by themselves.
             end = time.monotonic() + 30
             while nothing_left() != before:
                 assert time.monotonic() < end
@@ -222,8 +223,8 @@ def test_nothing_outlives_a_model(nothing_left, text_folder, ids):
         gc.enable()
 
 
-def test_what_the_collector_frees_waits_for_no_thread(tmp_path, ids, monkeypatch):
-    """It runs in any thread, and in one that begins it would wait for locks which that thread holds."""
+def test_the_garbage_collector_waits_for_no_thread(tmp_path, ids, monkeypatch):
+    """The collector may run in a thread that is starting, which holds locks that `join` needs."""
     text_model().save_pretrained(tmp_path)
     model = llamoe.LlamoeForCausalLM.from_pretrained(tmp_path, experts_memory="80KB").eval()
     joined = []

@@ -1,4 +1,4 @@
-"""LoRA on offloaded experts: the losses, weights and tokens of experts in memory, and no more reads than must be."""
+"""LoRA on offloaded experts gives the losses, weights and tokens of experts in memory, with no unneeded reads."""
 
 import re
 from contextlib import closing
@@ -27,7 +27,7 @@ from llamoe.modeling.offload.store import Store
 
 pytestmark = pytest.mark.slow
 
-# What a LoraConfig can ask of stacks, in turns.
+# Options of a LoraConfig for stacks; the cases of the tests take them in turn.
 CONFIGS = (
     {},
     {"use_rslora": True, "dropout": 0.0},
@@ -49,20 +49,20 @@ def test_adapters_train_bit_for_bit(kind, checkpointing, folders, ids):
     number = KINDS.index(kind)
     config = dict(CONFIGS[number % 3])
     if number > 3:
-        # Of packed linear layers nothing can begin so.
+        # Packed weights allow no other initialization.
         config.pop("init_lora_weights", None)
-    found = []
+    results = []
     for model in load_both(folders[kind], (1, 3, 99)[(number + checkpointing) % 3]):
         if checkpointing:
             model.gradient_checkpointing_enable()
         adapted, losses, trained = train(model, ids, **config)
-        # Right after training, without `eval()`.
-        found.append((losses, trained, tokens(adapted, ids)))
-    (losses, resident, expected), (other_losses, offloaded, answer) = found
+        # Generate right after training, without `eval()`.
+        results.append((losses, trained, tokens(adapted, ids)))
+    (losses, resident, expected), (other_losses, offloaded, answer) = results
     assert losses == other_losses
     assert same_bits(offloaded, resident)
     assert torch.equal(answer, expected)
-    # A pair for each of two stacks in each of two layers.
+    # Two layers have two stacks with two factors each.
     assert sum(".experts." in name for name in offloaded) == 8
 
 
@@ -77,14 +77,14 @@ def test_adapters_train_beside_experts_in_ram(folders, ids, monkeypatch):
 
 
 def file_bytes() -> int:
-    """Bytes that this process has asked files for."""
+    """Return the number of bytes that this process has read from files."""
     return int(re.search(r"rchar: (\d+)", Path("/proc/self/io").read_text())[1])
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
 @pytest.mark.parametrize("room", [1, 5, 9])
 def test_each_expert_is_read_once_a_pass(room, checkpointing, folders, ids):
-    """Passes back ask in the reverse order; what is computed again is not read again if there is room for a layer."""
+    """Backward passes request in reverse order; layers that are computed again read nothing if a layer has slots."""
     resident, model = load_both(folders["mixtral"], room)
     if checkpointing:
         model.gradient_checkpointing_enable()
@@ -92,10 +92,10 @@ def test_each_expert_is_read_once_a_pass(room, checkpointing, folders, ids):
     model.experts_statistics(reset=True)
     with llamoe.trace_experts(model) as trace:
         adapted(input_ids=ids, labels=ids).loss.backward()
-        # Libraries read files of their own in a first step.
+        # In the first step libraries read files of their own.
         before = file_bytes() - counts(model).bytes_read
         adapted(input_ids=ids, labels=ids).loss.backward()
-    in_all, found = file_bytes() - before, counts(model)
+    in_all, statistics = file_bytes() - before, counts(model)
     order, backward = [], 0
     for forward in asked_in(trace)[:2]:
         order += forward
@@ -104,10 +104,10 @@ def test_each_expert_is_read_once_a_pass(room, checkpointing, folders, ids):
             order += (experts if checkpointing else []) + experts[::-1]
             backward += len(experts)
     hits, misses = simulate_lru(order, room)
-    assert (found.hits, found.misses) == (hits, misses)
-    assert found.bytes_read == misses * expert_bytes(resident)
-    # With what Python reads beside, as the size of this text.
-    assert found.bytes_read <= in_all < found.bytes_read + 10_000
+    assert (statistics.hits, statistics.misses) == (hits, misses)
+    assert statistics.bytes_read == misses * expert_bytes(resident)
+    # Python reads a little beside, such as the numbers of `file_bytes`.
+    assert statistics.bytes_read <= in_all < statistics.bytes_read + 10_000
     if room >= 5 or not checkpointing:
         assert misses <= 2 * backward - min(room, 5)
 
@@ -118,8 +118,8 @@ def result_of(trainer: Trainer) -> tuple[list, dict[str, torch.Tensor]]:
     return log, {name: p.detach().clone() for name, p in named if p.requires_grad}
 
 
-def test_trainer_goes_on_after_a_kill(folders, tmp_path):
-    """accelerate refuses to train layers in 4 bits that hooks bring from disk; these experts need no hooks."""
+def test_trainer_resumes_after_a_kill(folders, tmp_path):
+    """Offloaded experts in 4 bits can be trained; accelerate refuses 4-bit layers that its hooks read from disk."""
     folder = folders["mixtral in nf4"]
     killed = programs.call(
         "support.killed_training", "train_until_killed", str(folder), str(tmp_path / "killed")
@@ -137,13 +137,13 @@ def test_trainer_goes_on_after_a_kill(folders, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "int4"])
-def test_adapters_open_on_both(kind, folders, ids, tmp_path):
-    """From and to disk, a second adapter beside the first; no hooks come with them."""
+def test_adapters_of_offloaded_experts_load_anywhere(kind, folders, ids, tmp_path):
+    """Also a second adapter beside the first; accelerate's hooks are not added."""
     _, model = load_both(folders[kind], 2)
     adapted, *_ = train(model, ids, steps=2)
     adapted.save_pretrained(tmp_path)
     expected = tokens(adapted.eval(), ids)
-    found = []
+    logits = []
     for model in load_both(folders[kind], 2):
         places = getattr(model, "hf_device_map", None)
         opened = peft.PeftModel.from_pretrained(model, tmp_path).eval()
@@ -154,13 +154,13 @@ def test_adapters_open_on_both(kind, folders, ids, tmp_path):
                 if hasattr(module, "lora_B") and "second" in module.lora_B:
                     module.lora_B["second"].weight.mul_(-1.5)
             opened.set_adapter("second")
-            found.append(opened(input_ids=ids).logits)
+            logits.append(opened(input_ids=ids).logits)
         assert not any(hasattr(module, "_hf_hook") for module in model.modules())
         assert getattr(model, "hf_device_map", None) == places
-    assert torch.equal(*found)
+    assert torch.equal(*logits)
 
 
-def test_preparing_for_few_bits_reads_no_experts(folders):
+def test_prepare_model_for_kbit_training_reads_no_experts(folders):
     _, model = load_both(folders["text of 16 bits"], 2)
     experts = {name: p.data_ptr() for name, p in model.named_parameters() if ".experts." in name}
     prepared = peft.prepare_model_for_kbit_training(model)
@@ -178,8 +178,8 @@ def test_merging_is_refused(folders):
             merge()
 
 
-def test_the_next_expert_is_read_while_the_last_multiplies(folders, ids, monkeypatch):
-    """In passes forwards and back: when a matrix is given out, the reading of the next one has begun."""
+def test_the_next_expert_is_read_during_a_product(folders, ids, monkeypatch):
+    """In forward and backward passes: when a matrix is yielded, the next one is being read."""
     _, model = load_both(folders["mixtral"], 3)
     events, start, walk = [], Store._start, Store.walk
 
@@ -188,9 +188,9 @@ def test_the_next_expert_is_read_while_the_last_multiplies(folders, ids, monkeyp
         return start(store, slots, entry)
 
     def notice_matrices(store, layer, stack, hit, *args, **options):
-        with closing(walk(store, layer, stack, hit, *args, **options)) as found:
-            for number, (expert, parts) in enumerate(zip(hit, found, strict=True)):
-                events.append(("given", layer, stack, expert, [*hit][number + 1 : number + 2]))
+        with closing(walk(store, layer, stack, hit, *args, **options)) as matrices:
+            for number, (expert, parts) in enumerate(zip(hit, matrices, strict=True)):
+                events.append(("yielded", layer, stack, expert, [*hit][number + 1 : number + 2]))
                 yield parts
 
     monkeypatch.setattr(Store, "_start", notice_reading)
@@ -199,9 +199,9 @@ def test_the_next_expert_is_read_while_the_last_multiplies(folders, ids, monkeyp
     adapted(input_ids=ids, labels=ids).loss.backward()
     ahead = {True: 0, False: 0}
     for at, (what, layer, stack, expert, *following) in enumerate(events):
-        for later in following[0] if what == "given" else ():
+        for later in following[0] if what == "yielded" else ():
             read = ("read", layer, stack, later)
-            # What is not read afterwards was there already, and has been read before.
+            # A matrix that was in a slot already is read only before.
             assert read in events[:at] and read not in events[at : at + 1]
             ahead[later > expert] += 1
     assert min(ahead.values()) > 8

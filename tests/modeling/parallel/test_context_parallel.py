@@ -1,7 +1,7 @@
-"""Processes that share the tokens of a row.
+"""Processes that share the tokens of a row: context parallelism and sequence parallelism.
 
-Context parallelism as accelerate sets it up; its ring needs kernels of GPUs, the model's part none. And sequence
-parallelism, which runs on the CPU where DeepSpeed is installed.
+accelerate's ring of context parallelism needs GPUs, so only the model's part of it is tested. Sequence parallelism runs
+on the CPU if DeepSpeed is installed.
 """
 
 import importlib.util
@@ -24,18 +24,18 @@ pytestmark = pytest.mark.slow
 
 CASES = {case.name: case for case in MODELS}
 DENSE, TEXT = CASES["LlamoeDenseForCausalLM"], CASES["LlamoeForCausalLM"]
-# What the first of two processes gets of a row: its first and its last quarter, so that both have as much to do.
+# The first of two processes gets the first and the last quarter of a row: under a causal mask both have equal work.
 POSITIONS = torch.cat([torch.arange(7), torch.arange(21, 28)])[None]
 
 
-# Stock numbers the tokens of a part from zero where it scales queries with their position.
+# Temperature tuning is off, since stock counts positions for it from the beginning of the part.
 @pytest.mark.parametrize(
     "options",
     [{}, {"attention_chunk_size": None, "attn_temperature_tuning": False}],
     ids=["dense", "mixture"],
 )
 def test_parts_of_rows_attend_as_stock(options, record_parity):
-    """Positions count in the whole row, and no mask is made for the gap between them: the ring attends across it."""
+    """A part of a row has gaps between positions, for which no mask is made: the ring attends to the other parts."""
     case = TEXT if options else DENSE
     model = case.make(**options)
     stock_class = getattr(transformers, case.stock_name)
@@ -54,7 +54,7 @@ def test_parts_of_rows_attend_as_stock(options, record_parity):
 
 
 def test_chunked_layers_are_refused():
-    """Under context parallelism by accelerate, which takes the masks away; and under sequence parallelism."""
+    """accelerate refuses chunks and windows under context parallelism, our layer chunks under sequence parallelism."""
     with pytest.raises(ValueError, match="Context parallelism does not support .*chunked_attention"):
         _attach_context_parallel_hooks(TEXT.make())
     with pytest.raises(ValueError, match="Context parallelism does not support .*sliding_attention"):
@@ -75,7 +75,7 @@ def test_chunked_layers_are_refused():
 
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
 def test_sequence_parallelism_learns_what_one_process_does(tmp_path):
-    """DeepSpeed's own, on the CPU: two processes share each row, and under ZeRO-3 every weight."""
+    """Two processes that share each row, and every weight by ZeRO-3, have the losses of one process."""
     DENSE.make().save_pretrained(tmp_path / "model")
     text = (EXAMPLES / "accelerate/8gpu_sequence.yaml").read_text()
     for old, new in (

@@ -1,4 +1,4 @@
-"""The plans as data, and accelerate's configuration files: what can be told without a second process."""
+"""Plans for several devices, and accelerate's configuration files, as far as one process can test them."""
 
 import sys
 from types import ModuleType, SimpleNamespace
@@ -21,7 +21,7 @@ from llamoe.modeling.moe.layer import MixtureOfExperts
 
 FILES = EXAMPLES / "accelerate"
 
-# Layers that are whole on each device.
+# Layers that each device holds as a whole.
 WHOLE = ("patch_embedding.linear", "multi_modal_projector.linear_1")
 
 
@@ -39,7 +39,7 @@ def test_plans_hold_those_of_stock():
     dense, text = llamoe.LlamoeDenseConfig, llamoe.LlamoeTextConfig
     assert dense.base_model_tp_plan == LlamaConfig.base_model_tp_plan
     assert text.base_model_tp_plan == Llama4TextConfig.base_model_tp_plan
-    # But for two small layers whose outputs stock gathers, under a name that SGLang does not know.
+    # Stock gathers the outputs of two small layers, by a style that SGLang does not know; ours are whole everywhere.
     for ours, stock in ((llamoe.LlamoeVisionConfig, Llama4VisionConfig), (llamoe.LlamoeConfig, Llama4Config)):
         kept = {name: style for name, style in stock.base_model_tp_plan.items() if name not in WHOLE}
         assert (ours.base_model_tp_plan or {}).items() >= kept.items()
@@ -83,7 +83,7 @@ def test_plans_cover_all_but_small_weights(case):
             ("router.weight", "gate.weight", "positional_embedding_vlm")
         )
         small = small or owner.endswith(WHOLE)
-        # Later releases add the embedding by themselves.
+        # Later releases of transformers add the embedding to each plan.
         assert planned or small or owner.endswith("embed_tokens"), name
     layers = [
         name for name, module in model.named_modules() if type(module).__name__ in model._no_split_modules
@@ -113,13 +113,13 @@ def test_the_files_ask_for_fsdp2_or_nothing(name, count):
         variables = prepare_multi_gpu_env(arguments)
         assert variables["FSDP_VERSION"] == "2" and variables["FSDP_CPU_RAM_EFFICIENT_LOADING"] == "true"
         assert variables["FSDP_AUTO_WRAP_POLICY"] == "TRANSFORMER_BASED_WRAP"
-        # Left out, so that accelerate takes each model's own `_no_split_modules`.
+        # Without this variable accelerate uses each model's `_no_split_modules`.
         assert "FSDP_TRANSFORMER_CLS_TO_WRAP" not in variables
 
 
 @pytest.mark.parametrize(("name", "kind"), [("8gpu_context", "CP"), ("8gpu_sequence", "SP")])
 def test_the_files_that_share_rows(name, kind, monkeypatch):
-    """accelerate's own reading of what its launcher passes on."""
+    """accelerate reads the sizes from the environment that its launcher makes of the file."""
     config, arguments = launch_arguments(name)
     for key, value in prepare_extend_env_parallelism_config(arguments, {}).items():
         monkeypatch.setenv(key, value)
@@ -131,8 +131,7 @@ def test_the_files_that_share_rows(name, kind, monkeypatch):
 def test_the_file_for_zero3_makes_each_mixture_a_leaf(monkeypatch):
     config, arguments = launch_arguments("8gpu_zero3")
     assert (config.num_processes, arguments.zero_stage) == (8, 3)
-    # DeepSpeed is not installed where these tests run: accelerate's own code finds the classes, and what it would
-    # hand to DeepSpeed is looked at.
+    # DeepSpeed is not installed: compare the classes that accelerate finds and would pass to it.
     leaves = []
     deepspeed = ModuleType("deepspeed.utils")
     deepspeed.set_z3_leaf_modules = lambda model, classes: leaves.append(classes)

@@ -1,4 +1,4 @@
-"""What the Auto classes give for a folder of ours, and that they neither ask nor warn where there is no reason to."""
+"""Auto classes return our classes for our folders, without a question or a warning."""
 
 import json
 import logging
@@ -25,7 +25,7 @@ from transformers import Llama4Processor
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """Saved by stock's processor, so that every folder names `Llama4Processor`."""
+    """Return folders whose processor stock saved, so that each names `Llama4Processor`."""
     root = tmp_path_factory.mktemp("folders")
     model = llamoe.LlamoeForConditionalGeneration(stock_multimodal_config())
     make_asymmetric(model).save_pretrained(root / "ours")
@@ -45,7 +45,7 @@ def test_our_processor_for_folders_of_ours(folders):
     assert found(folders / "ours") is llamoe.LlamoeProcessor
     assert found(str(folders / "ours"), trust_remote_code=False) is llamoe.LlamoeProcessor
     assert found(folders, subfolder="ours") is llamoe.LlamoeProcessor
-    # Who names a class gets it, as does who derives one from stock's, or gives a configuration of stock's.
+    # A named class, a class derived from stock's, and a config of stock's are taken as they are.
     assert type(Llama4Processor.from_pretrained(folders / "ours")) is Llama4Processor
     mine = type("Mine", (Llama4Processor,), {})
     assert type(mine.from_pretrained(folders / "ours", _from_auto=True)) is mine
@@ -81,7 +81,7 @@ GIVEN = {
 
 @pytest.mark.parametrize("what", GIVEN)
 def test_nothing_is_asked_or_warned_of(what, monkeypatch, caplog, recwarn):
-    """Loads without our import are in `test_processor.py`, and in `registration/test_hub.py`."""
+    """With llamoe imported; `test_processor.py` and `registration/test_hub.py` load without it."""
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked"))
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     if what == "pipeline":
@@ -100,7 +100,7 @@ def test_nothing_is_asked_or_warned_of(what, monkeypatch, caplog, recwarn):
 
 @pytest.mark.parametrize("layout", ["llamoe", "stock"])
 def test_text_models_give_the_tokenizer(folders, tmp_path, layout):
-    """The tokenizer's file names the processor's class, but nothing of a processor is there."""
+    """The tokenizer's config names the processor's class, but the folder has no image processor."""
     AutoProcessor.from_pretrained(folders / "ours").save_pretrained(tmp_path / "processor")
     AutoTokenizer.from_pretrained(tmp_path / "processor").save_pretrained(tmp_path / "text")
     content = json.loads((tmp_path / "text/tokenizer_config.json").read_text())
@@ -116,7 +116,7 @@ def test_text_models_give_the_tokenizer(folders, tmp_path, layout):
     )
     with pytest.raises(OSError, match="image processor"):
         llamoe.LlamoeProcessor.from_pretrained(tmp_path / "text")
-    # A model with pictures needs what is missing.
+    # For a model with pictures the missing image processor is an error.
     model.save_pretrained(tmp_path / "text", layout=layout)
     with pytest.raises(OSError, match="image processor"):
         found(tmp_path / "text")

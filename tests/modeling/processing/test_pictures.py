@@ -1,4 +1,4 @@
-"""Pictures from files: the usual formats, upright, as transformers reads them where it reads them well."""
+"""`read_picture` reads the usual formats, upright, as transformers does, and refuses all other files."""
 
 import base64
 import io
@@ -22,7 +22,7 @@ from transformers.image_utils import load_image  # noqa: E402
 from llamoe.modeling.processing.pictures import PictureError  # noqa: E402
 
 ORIENTATION = 0x112
-# What every sort of file holds, and how it is written.
+# File name to the mode of the picture, its format, and options of writing.
 KINDS = {
     "rgb.png": ("RGB", "PNG", {}),
     "rgb.jpg": ("RGB", "JPEG", {}),
@@ -62,28 +62,29 @@ def test_every_kind_as_transformers_reads_it(kind, tmp_path):
 @pytest.mark.parametrize("orientation", range(1, 9))
 @pytest.mark.parametrize("file_format", ["JPEG", "PNG", "WEBP"])
 def test_photos_are_turned_upright(orientation, file_format, tmp_path):
-    """A camera that is held on its side writes what its sensor saw, and which side was up."""
+    """EXIF says which side of the stored pixels is up; the picture is turned accordingly."""
     exif = Image.Exif()
     exif[ORIENTATION] = orientation
     upright = drawn("RGB")
-    turns = {2: 0, 3: 3, 4: 1, 5: 5, 6: 2, 7: 6, 8: 4}  # the operations of PIL that undo each
+    # The operation of PIL that undoes each orientation.
+    turns = {2: 0, 3: 3, 4: 1, 5: 5, 6: 2, 7: 6, 8: 4}
     stored = upright if orientation == 1 else upright.transpose(Image.Transpose(turns[orientation]))
     path = tmp_path / "photo"
     options = {"quality": 100} if file_format == "JPEG" else {"lossless": True}
     path.write_bytes(encode(stored, file_format, exif=exif.tobytes(), **options))
     picture = llamoe.read_picture(path)
     assert picture.size == (60, 40)
-    # JPEG keeps this smooth picture to a few steps; any other turn of it is off by a hundred and more.
+    # JPEG changes this smooth picture by a few steps of 255, a wrong turn by more than 100.
     assert abs(pixels(picture) - pixels(upright)).max() <= (12 if file_format == "JPEG" else 0)
     if orientation > 1 and picture.size == stored.size:
         assert abs(pixels(stored) - pixels(upright)).max() > 100
     assert np.array_equal(pixels(picture), pixels(load_image(str(path))))
-    # What is left of EXIF does not turn it once more.
+    # The EXIF data that remain do not say to turn it again.
     assert np.array_equal(pixels(ImageOps.exif_transpose(picture)), pixels(picture))
 
 
 def chunk(name, content):
-    """A part of a PNG."""
+    """Return a chunk of a PNG file."""
     checked = name + content
     return struct.pack(">I", len(content)) + checked + struct.pack(">I", zlib.crc32(checked))
 
@@ -97,7 +98,8 @@ def test_of_several_frames_the_first(file_format, tmp_path):
     with Image.open(path) as opened:
         assert opened.n_frames == 3
     difference = abs(pixels(llamoe.read_picture(path)) - pixels(frames[0])).max()
-    assert difference <= {"GIF": 60, "MPO": 24}.get(file_format, 0)  # a palette, and JPEG's losses
+    # GIF has a palette, and MPO is JPEG.
+    assert difference <= {"GIF": 60, "MPO": 24}.get(file_format, 0)
 
 
 # What is refused
@@ -108,7 +110,7 @@ EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 60 40\n%%EndComments\n(pwned
 
 @pytest.mark.parametrize("name", ["picture.eps", "picture.png", "picture.jpg", "picture"])
 def test_no_other_program_is_started(name, tmp_path, monkeypatch):
-    """Pillow goes by content: an EPS under any name starts Ghostscript, a program for a language of its own."""
+    """Pillow recognises EPS by its content, under any name, and would start Ghostscript, which runs programs."""
     monkeypatch.setattr(EpsImagePlugin, "Ghostscript", lambda *_, **__: pytest.fail("Ghostscript was called"))
     path = tmp_path / name
     path.write_bytes(EPS)
@@ -132,7 +134,7 @@ def test_rare_formats_are_refused_by_name(file_format, tmp_path):
 
 
 def claims(width, height):
-    """A PNG of a few bytes that says it is of this size."""
+    """Return a PNG of a few bytes whose header gives this size."""
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(bytes(99)))
 
@@ -159,7 +161,8 @@ def test_what_is_no_file(tmp_path):
     cases = {
         tmp_path / "none.png": "no such picture",
         tmp_path: "no such picture",
-        tmp_path / "pipe": "no such picture",  # opening it would wait for ever
+        # Opening a pipe would wait for ever.
+        tmp_path / "pipe": "no such picture",
         tmp_path / "empty.png": "is not a picture",
         "a\0b": "no such picture",
     }
@@ -170,7 +173,7 @@ def test_what_is_no_file(tmp_path):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_damaged_files_are_read_or_refused_in_a_sentence(kind):
-    """Cut short, and with bits flipped: a picture, or an error that is an OSError and a ValueError."""
+    """Files that are cut short or have flipped bits give a picture or a `PictureError`."""
     mode, file_format, options = KINDS[kind]
     content = encode(drawn(mode), file_format, **options)
     choose = random.Random(kind)

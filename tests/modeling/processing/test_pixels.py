@@ -1,4 +1,4 @@
-"""Pictures handed over as objects are the pictures that their files are, or are refused with range and dtype."""
+"""Images, arrays and tensors give the pixels of the file of the same picture, or are refused with range and dtype."""
 
 import io
 
@@ -30,7 +30,7 @@ def pixels(processor, picture, **options):
 
 
 def photo():
-    """Held on its side, as Pillow opens it."""
+    """Return a picture as Pillow opens it, whose EXIF says to turn it."""
     exif = Image.Exif()
     exif[0x112] = 6
     return Image.open(io.BytesIO(encode(drawn("RGB"), "PNG", exif=exif.tobytes())))
@@ -38,7 +38,7 @@ def photo():
 
 def of_mode(mode):
     return {
-        # Pillow cuts every number above 255 to white; the upper byte is the shade.
+        # The upper byte is the shade; Pillow itself would make every number above 255 white.
         "I;16": lambda: Image.fromarray(GREY.astype(np.uint16) * 256 + GREY[::-1]),
         "I;16B": lambda: Image.fromarray((GREY.astype(np.int32) * 257).astype(">u2")),
         "I": lambda: Image.fromarray(GREY.astype(np.int32) * 257),
@@ -50,7 +50,7 @@ def of_mode(mode):
     }.get(mode, lambda: drawn(mode))()
 
 
-# Mode to the picture of 8 bits that it is.
+# Mode to the same picture in 8 bits.
 MODES = {
     **{
         mode: lambda mode=mode: drawn(mode).convert("RGB")
@@ -65,7 +65,7 @@ MODES = {
 
 @pytest.mark.parametrize("mode", MODES)
 def test_pictures_of_every_mode(mode, processor):
-    """Equal to the file of the same picture; files give what transformers' `load_image` does."""
+    """The processor and `read_picture` give the pixels of the picture in 8-bit RGB."""
     picture, expected = of_mode(mode), MODES[mode]()
     if picture.mode != "La" and mode in ("1", "L", "LA", "P", "RGB", "RGBA", "I;16", "photo"):
         exif = picture.getexif().tobytes()
@@ -99,7 +99,7 @@ NUMBERS = {
 
 @pytest.mark.parametrize("given", NUMBERS)
 def test_numbers_of_every_dtype(given, processor):
-    """The processor and a chat give the picture's own pixels."""
+    """The processor and a chat give the pixels of the picture, whatever the dtype of its numbers."""
     expected = pixels(processor, drawn("RGB"))
     assert torch.equal(pixels(processor, NUMBERS[given]), expected)
     if not given.endswith("es") and given != "file":
@@ -147,7 +147,7 @@ def test_what_has_no_plain_reading(given, message, processor):
 
 
 def test_without_rescaling(processor):
-    """Floats that the caller has rescaled are what stock makes of them."""
+    """With `do_rescale=False` floats are passed to stock as they are."""
     unit = to_tensor(RGB)
     for picture, do_normalize in ((unit, True), (unit, False), (unit * 2 - 1, False)):
         given, expected = (

@@ -1,4 +1,4 @@
-"""From pictures and prompts to tokens: transformers' own Llama 4 processor, and our thin one, which gives the same."""
+"""Our processor gives what transformers' Llama 4 processor does, and counts the pictures of each text."""
 
 import os
 
@@ -32,7 +32,7 @@ def picture(height, width, seed=0):
     ("height", "width", "tiles"), [(80, 100, 1), (336, 337, 1 * 2 + 1), (500, 700, 2 * 3 + 1)]
 )
 def test_a_tile_has_as_many_tokens_as_our_config_says(height, width, tiles):
-    """A picture of several tiles is followed by one tile with the whole."""
+    """A picture of several tiles has one tile more, with the whole picture."""
     processor = make_processor(size=336)
     inputs = processor(text="<|image|> what ?", images=picture(height, width), return_tensors="pt")
     vision = llamoe.preset("llama-4-scout").vision_config
@@ -69,7 +69,8 @@ def test_ours_gives_what_stocks_does(processor, tmp_path):
             for maker in (mine, processor)
         )
         assert given.keys() == expected.keys()
-        assert all(torch.equal(given[name], expected[name]) for name in expected)  # dtypes are not compared
+        # The dtypes of pixels differ: `test_processor_answers.py`.
+        assert all(torch.equal(given[name], expected[name]) for name in expected)
     llamoe.LlamoeForConditionalGeneration(stock_multimodal_config()).save_pretrained(tmp_path)
     for saved in (mine, processor):
         saved.save_pretrained(tmp_path)

@@ -27,7 +27,7 @@ TEXTS = ["<|image|> what ?", "<|image|> and <|image|> ?"]
 
 
 def test_pixels_as_arrays_and_as_lists(processors):
-    """Without `return_tensors` TRL's GRPO makes an array of what it is given, and the model takes it."""
+    """Pixels are returned as tensors, arrays or lists; TRL's GRPO makes an array of the lists."""
     ours, _ = processors
     expected = ours(text=TEXTS, images=PICTURES, padding=True, return_tensors="pt")["pixel_values"]
     array = ours(text=TEXTS, images=PICTURES, padding=True, return_tensors="np")["pixel_values"]
@@ -44,7 +44,7 @@ RAW = dict(do_rescale=False, do_normalize=False)
 
 @pytest.mark.parametrize("options", [{}, dict(max_patches=3), dict(do_normalize=False), RAW], ids=str)
 def test_pixels_are_float32_with_stocks_numbers(options, processors):
-    """Whole numbers where nothing is computed, and whatever the call chooses."""
+    """Pixels in bfloat16 become float32; integers, which stock returns without normalizing, stay integers."""
     ours, stock = (
         processor(text=TEXTS, images=PICTURES, padding=True, return_tensors="pt", **options)
         for processor in processors
@@ -58,7 +58,7 @@ def test_pixels_are_float32_with_stocks_numbers(options, processors):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_models_cast_pixels_wherever_they_come_in(dtype, processors):
-    """In float32, in 16 bits and in float64: the forward pass, features alone, the tower, the base model, generate."""
+    """Each method that takes pixels casts them to the model's dtype."""
     config = stock_multimodal_config()
     config.image_token_index = processors[0].tokenizer.convert_tokens_to_ids("<|patch|>")
     model = llamoe.LlamoeForConditionalGeneration(config).to(dtype).eval()
@@ -76,7 +76,7 @@ def test_models_cast_pixels_wherever_they_come_in(dtype, processors):
         for name, call in calls.items():
             expected = call(exact)
             for given in (torch.float32, torch.bfloat16, torch.float64):
-                # Numbers of bfloat16, which each of the dtypes holds.
+                # bfloat16 can represent these pixels, so that each dtype has the same numbers.
                 pixels = inputs["pixel_values"].to(given)
                 assert torch.equal(call(dict(inputs, pixel_values=pixels)), expected), (name, given)
 
@@ -86,7 +86,7 @@ def test_models_cast_pixels_wherever_they_come_in(dtype, processors):
 
 @pytest.mark.parametrize("max_patches", [1, 4])
 def test_the_assistants_tokens_are_marked_behind_pictures(max_patches):
-    """Rows have different lengths, and their pictures one tile or several."""
+    """The mask marks the answers alone, in rows of different lengths whose pictures have one tile or several."""
     processor = AutoProcessor.from_pretrained(TINY)
     picture = {"type": "image", "path": str(TINY.parent / "pictures" / "two_shapes.png")}
     question = {"role": "user", "content": [picture, {"type": "text", "text": "What is in the picture?"}]}

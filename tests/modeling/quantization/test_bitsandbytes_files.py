@@ -72,7 +72,7 @@ DAMAGES = {
     ],
     "8 bit": [
         (spoil(ONE, lambda t: t.mT.contiguous()), r"gate_up_proj: stack expects .*\[72, 52\]"),
-        (spoil(LAYOUT, lambda t: t + 1), r"weight_format is not 0, but a layout of old GPUs"),
+        (spoil(LAYOUT, lambda t: t + 1), r"weight_format is 1, not 0"),
     ],
 }
 

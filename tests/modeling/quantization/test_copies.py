@@ -32,7 +32,7 @@ pytestmark = pytest.mark.slow
     ids=["float16", "type", "bfloat16"],
 )
 def test_a_cast_leaves_codes_and_scales(model, cast, monkeypatch):
-    """Also under autocast, which multiplies what is not packed in bfloat16 again."""
+    """A cast changes plain weights alone; autocast to bfloat16 changes outputs by a rounding."""
     route_by_position(monkeypatch)
     before = {name: tensor.clone() for name, tensor in codes_and_scales(model).items()}
     expected = logits(model)

@@ -48,7 +48,7 @@ def nothing_adopted():
 
 
 def answers():
-    """What each Auto class gives for each stock config, and all that was entered into the Auto classes."""
+    """Return the model class of each Auto class and stock config, and all entries added to the Auto classes."""
     autos = {
         name: auto._model_mapping
         for name, auto in vars(modeling_auto).items()
@@ -69,7 +69,7 @@ def is_ours(model_class):
 
 
 def adopted():
-    """The stock model types whose models are ours at present."""
+    """Return the stock model types for which an Auto class returns one of our classes."""
     given, _ = answers()
     return {model_type for (_, model_type), model_class in given.items() if is_ours(model_class)}
 
@@ -82,7 +82,7 @@ def test_auto_classes_of_stock_types_give_ours():
     llamoe.adopt()
     given, _ = answers()
     assert set(before[0]) <= set(given)
-    # There is no head of ours that finds answers with a mixture.
+    # We have no mixture with a head for question answering.
     assert {key for key, model_class in given.items() if not is_ours(model_class)} == {
         ("AutoModelForQuestionAnswering", "mixtral")
     }
@@ -105,7 +105,7 @@ def test_names_and_what_they_stand_for(names, types):
     before = answers()
     llamoe.adopt(*names)
     assert adopted() == types
-    # Types that are adopted already, or are not, are passed over.
+    # A second adoption and a second release do nothing.
     llamoe.adopt(*names)
     llamoe.release(*names)
     llamoe.release(*names)
@@ -135,7 +135,7 @@ def test_blocks_nest_and_restore_what_was_before():
         with llamoe.adopt("llama", "llama4_text"):
             assert adopted() == {"llama", "llama4_text"}
         assert adopted() == {"llama"}
-        # A block ends by an exception, too.
+        # An exception ends the adoption of its block.
         with pytest.raises(KeyError), llamoe.adopt("llama4"):
             raise KeyError
         assert adopted() == {"llama"}
@@ -152,7 +152,7 @@ def test_entries_of_others_come_back(monkeypatch):
         assert entries[LlamaConfig] is llamoe.LlamoeDenseForCausalLM
     assert entries[LlamaConfig] is Theirs
     with llamoe.adopt("llama"):
-        # What somebody enters during an adoption is not ours to take away.
+        # An entry that others make during an adoption stays.
         entries[LlamaConfig] = Llama4ForCausalLM
     assert entries[LlamaConfig] is Llama4ForCausalLM
 
@@ -201,7 +201,7 @@ def assert_close(given, expected):
 
 @pytest.mark.slow
 def test_unchanged_script_gets_our_classes_and_stock_results(tmp_path):
-    """The same file runs twice on folders that stock wrote, in fresh processes: as it is, and after an adoption."""
+    """A script runs on stock's folders in two processes, of which the second adopts stock's types first."""
     pytest.importorskip("torchvision", reason="pictures need the extra 'vision'")
     from support.pictures import make_processor
 
@@ -250,7 +250,7 @@ def test_config_stays_stock_and_its_object_as_it_was(tmp_path):
 
 
 def test_composite_of_another_library_runs_on_our_language_model(tmp_path):
-    """A LLaVA builds its language model with AutoModel: under an adoption ours, with the same numbers and folder."""
+    """A LLaVA, which builds its language model with AutoModel, gets ours, with stock's outputs and files."""
     text = stock_dense_config(vocab_size=103)
     vision = transformers.CLIPVisionConfig(
         hidden_size=60, intermediate_size=44, num_hidden_layers=2, num_attention_heads=3, image_size=28, patch_size=14

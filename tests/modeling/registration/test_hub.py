@@ -55,7 +55,7 @@ def files(folder):
 
 
 def run_python(code, *arguments, modules):
-    """A process that finds llamoe, and keeps what transformers copies from the folders to itself."""
+    """Run code in a process that can import llamoe, with a cache of its own for the modules of model folders."""
     done = programs.run(["-c", code, *arguments], env={**os.environ, "HF_MODULES_CACHE": str(modules)})
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
@@ -113,7 +113,7 @@ def test_config_by_itself(tmp_path):
 
 
 def test_what_was_read_is_not_written_again(tmp_path):
-    """Another class, another hub: the entries are those of the save at hand."""
+    """Entries of `auto_map` that a folder had are replaced by those of the class that is saved."""
     make("LlamoeDenseForCausalLM", dense_config).save_pretrained(tmp_path)
     content = read_config(tmp_path)
     content["auto_map"] = {auto: f"someone/else--{entry}" for auto, entry in content["auto_map"].items()}
@@ -142,7 +142,7 @@ def test_registering_for_auto_classes_copies_nothing(case, tmp_path):
 
 
 def test_subclass_of_a_user_is_exported_as_usual(tmp_path):
-    """Its file is theirs to copy; what it builds on comes from the installed llamoe."""
+    """transformers copies the file of the user's class; its base class comes from the installed llamoe."""
     source = tmp_path / "my_model.py"
     source.write_text(
         "from llamoe import LlamoeDenseForCausalLM\n\n\nclass Mine(LlamoeDenseForCausalLM):\n    pass\n"
@@ -222,7 +222,7 @@ print(json.dumps(found))
 
 @pytest.fixture
 def one_thread():
-    """As in the other process: with more, some processors add in another order."""
+    """Compute with one thread, as the other process does: the order of sums depends on it."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -230,7 +230,7 @@ def one_thread():
 
 
 def test_round_trip_without_our_import(tmp_path, one_thread):
-    """Load, save, load in a process whose script knows only transformers; its server's loader among them."""
+    """A script that imports only transformers loads, saves and loads again; transformers' server loads, too."""
     root = tmp_path / "folders"
     without = ("LlamoeDenseModel", "LlamoeTextModel")
     chosen = [row for row in ALL[: len(MODELS) + 1] if row[0] not in without]
