@@ -413,7 +413,7 @@ def test_weights_in_float8_are_held_in_16_bits(family, kind, tmp_path, caplog):
         model, info = OURS[family].from_pretrained(published.path, output_loading_info=True)
     assert [record.name for record in caplog.records] == [
         "llamoe"
-    ] and "(8 bits, dynamic) is not" in caplog.text
+    ] and "activations are not quantized (8 bits, dynamic" in caplog.text
     assert not (
         info["unexpected_keys"] or info["missing_keys"] or hasattr(model.config, "quantization_config")
     )
