@@ -48,13 +48,9 @@ class EightBits(Layout):
     def in_stacks(self) -> tuple[str, str]:  # pyright: ignore[reportIncompatibleVariableOverride]
         return "", self.kinds[1].removeprefix("weight")
 
-    @property
-    def stacked_scales(self) -> tuple[str, ...]:
-        return ("_proj" + self.in_stacks[1],)
-
     def holds(self, kind: str, dtype: str) -> bool:
         is_codes = kind.endswith(("weight", "_proj")) and dtype.startswith(("F8", "I8"))
-        return is_codes or kind == self.kinds[1] or kind.endswith(self.stacked_scales)
+        return is_codes or kind == self.kinds[1] or kind.endswith("_proj" + self.in_stacks[1])
 
     def num_groups(self, num_in: int) -> int:
         return -(-num_in // self.block[1]) if self.block[1] else 1

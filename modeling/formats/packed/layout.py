@@ -55,11 +55,6 @@ class Layout(ABC):
         """Return True if a tensor of this kind and dtype (safetensors' spelling) belongs to a packed matrix."""
         return kind in self.kinds
 
-    @property
-    def stacked_scales(self) -> tuple[str, ...]:
-        """Name suffixes of tensors with the scales of all experts; such experts cannot be read one by one."""
-        return ()
-
     def nbytes_loaded(self, kind: str, nbytes: int) -> int:
         """Return the bytes that a packed tensor of `nbytes` in its file takes in the loaded model."""
         # Count scales and zero points with the codes. Codes of a stack have the stack's name, such as "down_proj".
