@@ -70,7 +70,7 @@ class Blur:
 
 
 def layer_kinds(config: Mapping[str, Any], idx: int) -> tuple[bool, str | None, bool]:
-    """Return if layer `idx` rotates q and k, its local attention ("chunk", "window" or None), if it is a mixture."""
+    """Return whether a layer rotates q and k, its "chunk", "window" or None, and whether it is a mixture."""
     if config["model_type"] != "llama4_text":
         types = config.get("layer_types")
         windowed = config.get("sliding_window") is not None

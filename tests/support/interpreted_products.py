@@ -186,7 +186,7 @@ def test_no_rows_and_no_expert(by_id):
 
 
 def test_it_is_an_operator():
-    """torch accepts the operator: fake shapes, no changed or aliased inputs; by ids, weights get no gradient."""
+    """The operator passes torch's checks. With unsorted rows, a gradient of the weights is refused."""
     stack, x, ids = plain_stack(torch.randn(3, 52, 72)), torch.randn(5, 52), torch.randint(3, (5,))
     inputs = x, list(stack.parts), stack.form.key, list(stack.sizes), ids, False, True
     checked = ("test_schema", "test_faketensor", "test_aot_dispatch_static")

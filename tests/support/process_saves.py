@@ -69,21 +69,12 @@ def text_of(name):
     return {"weights": weight_difference(model, reference)}
 
 
-@check("dense", "multimodal")
-def shards(name):
-    """Save a checkpoint for which each process writes its own shards, and load it again."""
-    model, folder = load_sharded(name, "fsdp"), FOLDER / f"shards-{name}"
-    model.save_pretrained(folder, distributed_checkpoint=True)
-    again = type(model).from_pretrained(folder, distributed_config=distributed("fsdp"))
-    return {
-        "files": len(list(folder.rglob("*.safetensors"))),
-        "weights": weight_difference(again, whole(name)),
-    }
-
-
 @check("fsdp", "tensor", "torch")
 def saves(kind):
-    """Save a model to one folder several times, with and without a state dict, in one file or several."""
+    """Save a model to one folder several times, with and without a state dict, in one file or several.
+
+    At last save a whole state dict whose weights are not the model's.
+    """
     model, reference = load_sharded("text", kind), whole("text")
     folder = FOLDER / f"saves-{kind}"
     worst, count = 0.0, int(os.environ.get("LLAMOE_SAVES", 4))
@@ -96,18 +87,12 @@ def saves(kind):
             worst = max(worst, saved_difference(folder, reference))
             # The next save replaces the files only after they are read.
             dist.barrier()
-    return {"weights": worst, "left": sorted(path.name for path in folder.glob(".*"))}
-
-
-@check("fsdp", "tensor", "torch")
-def given(kind):
-    """Save a whole state dict that is passed to a sharded model and differs from the model's weights."""
-    model, other = load_sharded("text", kind), copy_of("text")
+    other = copy_of("text")
     scale_weights(other)
-    folder = FOLDER / f"given-{kind}"
     model.save_pretrained(folder, state_dict=other.state_dict())
     dist.barrier()
-    return {"weights": saved_difference(folder, other)}
+    given = saved_difference(folder, other)
+    return {"weights": worst, "given": given, "left": sorted(path.name for path in folder.glob(".*"))}
 
 
 @check("fsdp", "tensor", "torch")
@@ -190,12 +175,17 @@ def stages(name):
         return {"message": str(error), "left": (FOLDER / "stages").exists()}
 
 
-@check("over whole", "over shards")
-def exchanged(order):
+@check("dense over whole", "dense over shards", "multimodal over whole")
+def exchanged(key):
     """Save shards of each process over a whole checkpoint, or the other way round; nothing old may be loaded."""
-    folder, model, expected = FOLDER / f"exchanged-{order}", load_sharded("dense", "fsdp"), copy_of("dense")
+    name, _, order = key.partition(" ")
+    folder, model, expected = FOLDER / f"exchanged-{key}", load_sharded(name, "fsdp"), copy_of(name)
     model.save_pretrained(folder, distributed_checkpoint=order == "over shards")
     scale_weights(model, expected)
     model.save_pretrained(folder, distributed_checkpoint=order == "over whole")
     again = type(expected).from_pretrained(folder, distributed_config=distributed("fsdp"))
-    return {"weights": weight_difference(again, expected), "left": [p.name for p in folder.glob(".*")]}
+    return {
+        "weights": weight_difference(again, expected),
+        "left": [path.name for path in folder.glob(".*")],
+        "files": len(list(folder.rglob("*.safetensors"))),
+    }

@@ -34,8 +34,8 @@ pytestmark = [
 # The tokenizer has 784 tokens. llama.cpp needs a tokenizer, although no text is tokenized here.
 COMMON = dict(vocab_size=811, bos_token_id=0, eos_token_id=1)
 LENGTH = 53
-# Both compute in float32, with sums in other orders. Measured: at most 4e-6 of logits whose deviation is about 1, 2e-5
-# of the larger ones of a tied head, 4e-5 of thousands of tokens.
+# llama.cpp and our models compute in float32, and sum in other orders. Measured: at most 4e-6 for logits with a
+# deviation of about 1, 2e-5 for the larger logits of a tied head, 4e-5 after thousands of tokens.
 TOLERANCE = 2e-4
 
 
@@ -167,7 +167,7 @@ def test_base_models_embedding_reads_their_states(tmp_path):
 
 
 def test_llama_cpp_makes_other_features_of_pictures(tmp_path):
-    """Only the decoder is compared. If llama.cpp repairs its tower, the pages must change."""
+    """llama.cpp's features of pictures are wrong; if they become right, docs/serving.md must change."""
     folder = tmp_path / "model"
     llamoe.conversion.convert(EXAMPLES / "llamoe-tiny", folder, layout="stock")
     file, _ = convert(folder)

@@ -24,7 +24,6 @@ pytestmark = [
     pytest.mark.skipif(
         importlib.util.find_spec("lm_eval") is None, reason="lm-eval is not installed: pip install lm-eval"
     ),
-    pytest.mark.slow,
 ]
 
 # Number of tokens of the small model's tokenizer.
@@ -36,7 +35,7 @@ MODELS = {
 }
 NEW_TOKENS = 6
 SENTENCE = "a red circle on the left and a blue square on the right. "
-# The last is longer than the 256 positions of these models, which lm-eval scores in two windows.
+# The last text is longer than the 256 positions of these models, so that lm-eval scores it in two windows.
 TEXTS = ["there are three shapes.", SENTENCE, SENTENCE * 22]
 QUESTIONS = [
     ("what is in the picture? a", ["red circle", "blue square on the left", "star"]),
@@ -194,7 +193,7 @@ def test_text_scores_are_the_models_and_stocks(text_model, tokenizer):
     results, given = evaluate(place / "llamoe", place / "tasks")
     check_text_results(results, model, tokenizer)
     for row, expected in zip(given["choice"], score_choices(model, tokenizer), strict=True):
-        # lm-eval computes batches of three, the test single rows: sums have another order. Measured: 3e-6.
+        # lm-eval computes batches of three, this test single rows, so that sums have other orders. Measured: 3e-6.
         assert [score for score, _ in row] == pytest.approx(expected, abs=5e-5)
     assert [row[0] for row in given["answer"]] == answers
 

@@ -45,7 +45,7 @@ ENDLESS = {"logit_bias": {"1": -100.0, "4": -100.0, "5": -100.0}}
 
 
 class Client:
-    """Asks a server's model by the `openai` client, and once only."""
+    """Asks a server's model with the `openai` client, without retries."""
 
     def __init__(self, server, model=MODEL):
         import openai

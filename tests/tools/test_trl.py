@@ -306,7 +306,7 @@ COLUMNS = {
     ),
     "text in columns without a chat": (lambda q, a: {"prompt": f"<|image|>{q}", "completion": a}, {}),
 }
-"""Columns beside `images`, from a question and its answer, and options of `SFTConfig`."""
+"""For each row of the table: how columns are made of a question and its answer, and options of `SFTConfig`."""
 
 
 @pytest.mark.parametrize("columns", COLUMNS)
