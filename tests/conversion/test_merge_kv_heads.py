@@ -71,16 +71,6 @@ def test_equal_heads_merge_into_the_model_they_were_repeated_from(tmp_path, kind
     assert error < 1e-5
 
 
-@pytest.mark.parametrize(
-    ("times", "dtype"),
-    [(3, torch.float32), (7, torch.float32), (5, torch.float16), (11, torch.bfloat16), (2, torch.bfloat16)],
-)
-def test_the_mean_of_equal_numbers_is_that_number(dtype, times):
-    rows = (torch.randn(8, 999) * torch.logspace(-6, 4, 999)).to(dtype)  # 2 heads of 4 channels
-    equal = rows.unflatten(0, (2, 4)).repeat_interleave(times, 0).flatten(0, 1)
-    assert torch.equal(merge_heads(InMemory(equal), 2 * times, 2).read(), rows)
-
-
 @pytest.mark.parametrize("kv_heads", [1, 2, 6])
 def test_every_head_is_the_mean_of_its_group(tmp_path, kv_heads):
     model = stock("dense", num_key_value_heads=6).to(torch.bfloat16)
