@@ -46,8 +46,8 @@ class Source:
     @property
     def has_stacked_scales(self) -> bool:
         """Return True if one tensor holds the scales of all experts of a layer: then no expert can be read alone."""
-        ends = self.layout.stacked_scales if self.layout else ()
-        return any(key.endswith(ends) for key in self.stored or ())
+        scales = self.layout.in_stacks[1:] if self.layout else ()
+        return any(key.endswith(f"_proj{suffix}") for suffix in scales for key in self.stored or ())
 
     @property
     def method(self) -> str:

@@ -55,8 +55,7 @@ class GgufLayout:
             codes, *others = _CODES[kind](stored.view(-1, SIZES[kind][1]))
             rows.append([codes.reshape(sizes), *(other.reshape(sizes[0], -1) for other in others)])
         codes, scale, offset = (torch.cat(part) for part in zip(*rows, strict=True))
-        packed = pack_for(form, codes)
-        return [packed, scales_for(form, packed, scale, offset)]
+        return [pack_for(form, codes), scales_for(form, sizes[1], scale, offset)]
 
 
 def _halves(blocks: torch.Tensor) -> torch.Tensor:

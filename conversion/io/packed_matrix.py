@@ -1,12 +1,11 @@
 """A lazy tensor that dequantizes matrices of another program."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from ...configuration.errors import CheckpointError
+from ...configuration.json_files import reading
 from ...modeling.formats import Format
 from .lazy_tensor import LazyTensor
 
@@ -39,22 +38,14 @@ class PackedMatrix(LazyTensor):
 
     def packed_as(self, form: Format) -> list[torch.Tensor] | None:
         """Return the parts of a format with the codes as they are stored; None if it cannot hold them."""
-        with self._naming():
+        with reading(self.origin, ValueError, RuntimeError):
             return self._layout.parts_of(self._tensors(), self._sizes, form)
 
     def _tensors(self) -> list[dict[str, torch.Tensor]]:
         return [{kind: tensor.read() for kind, tensor in kinds.items()} for kinds in self._linears]
 
-    @contextmanager
-    def _naming(self) -> Iterator[None]:
-        """Begin errors of the layout with the file and a tensor's name."""
-        try:
-            yield
-        except CheckpointError as error:
-            raise CheckpointError(f"{self.origin}: {error}") from error
-
     def _read(self, start, stop):
-        with self._naming():
+        with reading(self.origin, ValueError, RuntimeError):
             weights = [
                 self._layout.weight_of(tensors, self._sizes, self.dtype).to(self.dtype)
                 for tensors in self._tensors()

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from transformers.utils import logging
 
-from ....configuration.errors import CheckpointError
 from ..format import Format, Sizes
 from ..int8 import Int8
 from .layout import Layout, Unpacked, unread
@@ -48,13 +47,9 @@ class EightBits(Layout):
     def in_stacks(self) -> tuple[str, str]:  # pyright: ignore[reportIncompatibleVariableOverride]
         return "", self.kinds[1].removeprefix("weight")
 
-    @property
-    def stacked_scales(self) -> tuple[str, ...]:
-        return ("_proj" + self.in_stacks[1],)
-
     def holds(self, kind: str, dtype: str) -> bool:
         is_codes = kind.endswith(("weight", "_proj")) and dtype.startswith(("F8", "I8"))
-        return is_codes or kind == self.kinds[1] or kind.endswith(self.stacked_scales)
+        return is_codes or kind == self.kinds[1] or kind.endswith("_proj" + self.in_stacks[1])
 
     def num_groups(self, num_in: int) -> int:
         return -(-num_in // self.block[1]) if self.block[1] else 1
@@ -66,7 +61,7 @@ class EightBits(Layout):
         scale = scale.reshape(shape)
         # Attention masks keys that are NaN, so logits would be wrong without an error.
         if not scale.isfinite().all():
-            raise CheckpointError(f"{self.kinds[1]} is NaN or infinite: copy the checkpoint again.")
+            raise ValueError(f"{self.kinds[1]} is NaN or infinite: copy the checkpoint again.")
         scale = scale.repeat_interleave(self.block[0] or sizes[0], 0)[: sizes[0]]
         groups = torch.arange(sizes[1]) // self.block[1] if self.block[1] else None
         return Unpacked(tensors["weight"], scale, torch.zeros_like(scale), groups)

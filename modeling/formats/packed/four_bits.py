@@ -73,7 +73,7 @@ class FourBits(Layout):
         if not all(cpp_pack_words(matrix, self.positions, target) for matrix, target in rows):
             packed = pack_for(form, torch.cat([self.codes_of(matrix, sizes) for matrix in words]))
         scale, zero = (torch.cat([matrix[part] for matrix in unpacked]).float() for part in (1, 2))
-        return [packed, scales_for(form, packed, scale, scale * (8 - zero))]
+        return [packed, scales_for(form, sizes[1], scale, scale * (8 - zero))]
 
     def _groups_out_of_order(self, groups: torch.Tensor | None) -> torch.Tensor | None:
         """Return the stored group of each input, `[I]`; None if it is missing, or if groups are consecutive inputs."""
@@ -85,21 +85,21 @@ class FourBits(Layout):
 
 def pack_for(form: Int4, codes: torch.Tensor) -> torch.Tensor:
     """Pack codes `[O, I]` uint8 as int4's first part."""
-    (shape, _), _ = form.parts((codes.shape[0], codes.shape[1]))
+    num_in = codes.shape[1]
     # Padding may be any code, since it is multiplied by inputs of 0.
-    return pack(F.pad(codes, (0, 2 * shape[1] - codes.shape[1]), value=8).contiguous())
+    return pack(F.pad(codes, (0, form.padded(num_in) - num_in), value=8).contiguous())
 
 
-def scales_for(form: Int4, packed: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
+def scales_for(form: Int4, num_in: int, scale: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
     """Return int4's scales and offsets, `[G, O, 2]` bfloat16.
 
     Args:
         form: the format.
-        packed: the format's first part.
+        num_in: inputs of the matrix.
         scale: `[O, G]`; or `[O, 1]`, which is repeated for all groups.
         offset: the value of code 8, in the same shape.
     """
-    num_groups = 2 * packed.shape[1] // form.group_size
+    num_groups = form.padded(num_in) // form.group_size
     return torch.stack([part.expand(-1, num_groups).T for part in (scale, offset)], -1).to(torch.bfloat16)
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ....configuration.errors import CheckpointError, ConfigurationError
+from ....configuration.errors import ConfigurationError
 from ..format import Format, Sizes
 
 _WEIGHTS_AT_ONCE = 1 << 22
@@ -55,11 +55,6 @@ class Layout(ABC):
         """Return True if a tensor of this kind and dtype (safetensors' spelling) belongs to a packed matrix."""
         return kind in self.kinds
 
-    @property
-    def stacked_scales(self) -> tuple[str, ...]:
-        """Name suffixes of tensors with the scales of all experts; such experts cannot be read one by one."""
-        return ()
-
     def nbytes_loaded(self, kind: str, nbytes: int) -> int:
         """Return the bytes that a packed tensor of `nbytes` in its file takes in the loaded model."""
         # Count scales and zero points with the codes. Codes of a stack have the stack's name, such as "down_proj".
@@ -103,13 +98,13 @@ class Layout(ABC):
         """Unpack one matrix from its tensors by kind; codes in words stay packed.
 
         Raises:
-            CheckpointError: a tensor is missing, or has another shape or dtype than config.json means.
+            ValueError: a tensor is missing, or has another shape or dtype than config.json means.
         """
         try:
             unpacked = self._unpack(tensors, sizes)
         except KeyError as error:
             beside = ", ".join(sorted(tensors))
-            raise CheckpointError(f"{error} is missing beside {beside}. {_REMEDY}") from error
+            raise ValueError(f"{error} is missing beside {beside}. {_REMEDY}") from error
         codes, scale, zero, _ = unpacked
         groups = sizes[0], self.num_groups(sizes[1])
         dtype_fits = not self.is_int4 or codes.dtype == torch.int32
@@ -117,7 +112,7 @@ class Layout(ABC):
             dtype_fits and codes.shape == self.shape_of_codes(sizes) and scale.shape == zero.shape == groups
         ):
             found = ", ".join(f"{kind} {part.dtype} {[*part.shape]}" for kind, part in tensors.items())
-            raise CheckpointError(
+            raise ValueError(
                 f"tensors are {found}, but config.json means {[*sizes]} with {groups[1]} scales an output. {_REMEDY}"
             )
         return unpacked

@@ -1,4 +1,4 @@
-"""Folders that other programs have packed as sources of `convert`, `quantize`, `inspect` and `verify`."""
+"""`convert`, `quantize`, `inspect` and `verify` read folders that other programs have packed."""
 
 import json
 from functools import partial
@@ -23,7 +23,7 @@ def config_in(folder):
 
 
 def assert_same_folder(found, expected):
-    """Equal bits, and the same config of int4."""
+    """Check that both folders have equal tensors and the same config of int4."""
     ours, theirs = tensors_in(found), tensors_in(expected)
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
@@ -109,7 +109,7 @@ def test_int8_has_the_codes_of_whole_numbers_with_a_scale_for_each_output(tmp_pa
 
 @pytest.mark.parametrize("family", ["llama4", "multimodal"])
 def test_stacks_in_8_bits_with_their_scales(family, tmp_path):
-    """As transformers' own class for Llama 4 in fbgemm's format stores them."""
+    """The names, shapes and dtypes are those of transformers' class for Llama 4 in fbgemm's format."""
     from transformers.integrations.fbgemm_fp8 import FbgemmFp8Llama4TextExperts
 
     published = publish(tmp_path / "published", family, "float8", None, kept=TOWER)
@@ -156,7 +156,7 @@ def test_stacks_in_8_bits_with_their_scales(family, tmp_path):
 
 @pytest.mark.parametrize("options", [{"weight_block_size": (32, 64)}, {"weight_block_size": None}], ids=str)
 def test_mixtral_as_transformers_saves_it_in_fp8(options, tmp_path, monkeypatch):
-    """Expert by expert, with the scales in stacks; without blocks an expert's gate and up have one scale."""
+    """Codes are stored expert by expert, scales in stacks; without blocks an expert's gate and up share a scale."""
     from transformers import FineGrainedFP8Config
     from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
@@ -164,7 +164,7 @@ def test_mixtral_as_transformers_saves_it_in_fp8(options, tmp_path, monkeypatch)
         tmp_path / "published", "mixtral", "float8", None, config={"intermediate_size": 192}
     ).stock
     stock.bfloat16().save_pretrained(tmp_path / "stock")
-    # Quantizing needs no GPU, which it asks for.
+    # The check of the environment asks for a GPU, which quantizing does not need.
     monkeypatch.setattr(FineGrainedFP8HfQuantizer, "validate_environment", lambda *args, **kwargs: None)
     quantized = type(stock).from_pretrained(
         tmp_path / "stock", quantization_config=FineGrainedFP8Config(**options)
@@ -178,7 +178,7 @@ def test_mixtral_as_transformers_saves_it_in_fp8(options, tmp_path, monkeypatch)
     model = OURS["mixtral"].from_pretrained(tmp_path / "fp8", dtype=torch.bfloat16)
     held = model.state_dict()
     assert torch.equal(held["model.layers.1.mlp.experts.gate_up_proj"][2], expected.bfloat16())
-    # Measured: 0.026, as far as 8 bits are from 16.
+    # Measured: 0.026, the error of 8 bits.
     for name, weight in stock.state_dict().items():
         assert distance(held[name].float(), weight.float()) < 0.03, name
     convert(tmp_path / "fp8", tmp_path / "plain")
@@ -241,13 +241,13 @@ LAYER = "model.layers.0.self_attn.k_proj"
         (
             lambda t: t.pop(f"{LAYER}.qzeros"),
             {},
-            rf"model\.safetensors: {LAYER}.g_idx: 'qzeros' is missing",
+            rf"model\.safetensors: {LAYER}.g_idx: .*'qzeros' is missing",
         ),
         (lambda t: t[f"{LAYER}.scales"].fill_(torch.inf), {}, rf"{LAYER}.*NaN or infinity"),
         (
             lambda t: t.pop("model.layers.1.block_sparse_moe.experts.1.w1.scales"),
             {},
-            r"w1.g_idx: 'scales' is missing",
+            r"w1.g_idx: .*'scales' is missing",
         ),
         (lambda t: None, {"bits": 3}, r"config\.json: quantization_config\.bits is 3"),
         (

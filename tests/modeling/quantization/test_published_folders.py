@@ -197,12 +197,6 @@ def test_what_folders_say_in_other_words_changes_no_weight(variant, tmp_path):
         assert torch.equal(tensor.read(), expected[name].bfloat16()), name
 
 
-def test_mixtral_whose_experts_are_named_as_transformers_5_names_them(tmp_path):
-    published = publish(tmp_path, "mixtral", "symmetric", spelling="mlp")
-    assert "model.layers.0.mlp.experts.2.gate_proj" in published.numbers
-    assert distance(logits(load(published, "mixtral")), logits(published.stock)) < CLOSE
-
-
 @pytest.mark.parametrize("family", ["llama4", "multimodal"])
 def test_a_multimodal_folder(family, tmp_path):
     """Vision tower and projector are in 16 bits; the text part and the tower can be loaded alone, too."""
