@@ -257,7 +257,9 @@ class LlamoeBaseConfig(PreTrainedConfig):
                     f"transformers' {stock.__name__} has no such field and computes without it."
                 )
         defaults = {name: value for name, value in theirs.items() if value != ours.get(name, value)}
-        return defaults | {name: value for name, value in content.items() if name not in left_out}
+        return defaults | {
+            name: value for name, value in _without_partial_rotary(content).items() if name not in left_out
+        }
 
     @classmethod
     def _from_stock(cls, data: dict[str, Any]) -> dict[str, Any]:
@@ -355,6 +357,25 @@ class LlamoeBaseConfig(PreTrainedConfig):
             for name in ("_name_or_path", "auto_map"):
                 data.pop(name, None)
         return mine == theirs
+
+
+def _without_partial_rotary(content: dict[str, Any]) -> dict[str, Any]:
+    """Return a stock configuration without `partial_rotary_factor`, if transformers ignores it.
+
+    Without scaling transformers rotates all channels, whatever the entry says.
+    """
+    name = "partial_rotary_factor"
+    ropes = {
+        key: content[key] for key in ("rope_scaling", "rope_parameters") if isinstance(content.get(key), dict)
+    }
+    rope = next(filter(None, ropes.values()), {})
+    if rope.get("rope_type", rope.get("type", "default")) != "default":
+        return content
+    content = content | {
+        key: {k: value for k, value in rope.items() if k != name} for key, rope in ropes.items()
+    }
+    content.pop(name, None)
+    return content
 
 
 @contextmanager

@@ -72,8 +72,7 @@ class Generation(GenerationMixin):
         Raises:
             ValueError: the model has chunked layers, which transformers' paged cache does not support.
         """
-        chunk_size = _chunk_size(self.config)
-        if chunk_size is not None:
+        if (chunk_size := _chunk_size(self.config)) is not None:
             raise ValueError(
                 f"Continuous batching does not support attention_chunk_size = {chunk_size}: use generate()."
             )

@@ -45,20 +45,16 @@ def check_mask(
     if not isinstance(attention_mask, torch.Tensor):
         return
     dtype, shape = attention_mask.dtype, tuple(attention_mask.shape)
-    if len(shape) == 4:
-        if dtype in (torch.int32, torch.int64):
-            raise ValueError(
-                f"attention_mask is {dtype} of shape {list(shape)}; expected: a 4-D mask of bool, true where tokens "
-                "are seen, or of floats that are added to the scores."
-            )
+    if len(shape) == 4 and dtype not in (torch.int32, torch.int64):
         return
     is_static = getattr(past_key_values, "is_compileable", False)
     cached = 0 if is_static else cached_length(past_key_values)
     length = shape[1] if is_static and len(shape) == 2 else cached + num_tokens
     if shape != (batch_size, length) or length < num_tokens:
         raise ValueError(
-            f"attention_mask is of shape {list(shape)}; expected: {[batch_size, cached + num_tokens]}, batch, and "
-            f"{cached} cached + {num_tokens} new tokens (or a 4-D mask)."
+            f"attention_mask is {dtype} of shape {list(shape)}; expected: {[batch_size, cached + num_tokens]}, batch, "
+            f"and {cached} cached + {num_tokens} new tokens; or a 4-D mask of bool, true where tokens are seen, or of "
+            "floats that are added to the scores."
         )
 
 

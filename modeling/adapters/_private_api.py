@@ -61,7 +61,7 @@ def instead_of(owner: Any, name: str) -> Callable[[Callable], Callable]:
 
 
 # "layers_to_transform does nothing for my experts", "all-linear has trained the vision tower, too", "the head of my
-# multimodal model is tied to the embedding, and is not trained with it": peft asks no model which layers to adapt.
+# multimodal model is tied to the embedding, and is not trained with it": peft chooses layers without asking the model.
 @instead_of(tuners_utils.BaseTuner, "inject_adapter")
 def inject_adapter(
     original: Callable, self: Any, model: nn.Module, adapter_name: str, *args, **kwargs
@@ -164,7 +164,7 @@ def check_sum(
     }
     if isinstance(self.model, LoadsAdapters) and any(targets.values()):
         is_of_matrices = "svd" in combination_type or combination_type == "cat"
-        # Of a single adapter every combination type makes the same: its factors times a number.
+        # With a single adapter every combination type only scales its factors, which stacks support.
         different = {str(sorted(parameters or ())) for parameters in targets.values()}
         if (is_of_matrices and len(adapters) > 1) or len(different) > 1:
             raise unsupported("combination_type", f"{combination_type!r} for {', '.join(adapters)}")
@@ -178,7 +178,7 @@ def check_sum(
 
 
 # "A row with pictures uses another row's adapter": peft takes the tiles of pictures for rows of the batch. And experts
-# get the tokens of all rows in one tensor, which does not show whose they are.
+# get the tokens of all rows in one tensor, which does not show the row of each token.
 @instead_of(LoraModel, "_enable_peft_forward_hooks")
 def enable_forward_hooks(original: Callable, self: Any, *args, **kwargs) -> AbstractContextManager:
     """Enter a forward; refuse `adapter_names`, one adapter for each row, where layers do not see the batch's rows."""

@@ -25,9 +25,9 @@ from ..quantization import QuantizedLinear
 from .expert_layout import by_expert
 from .unsupported import unsupported
 
-# Supported initialisations of factors; and the fields of `LoraConfig` that are refused for packed layers, because they
-# compute from the weight's values, and those that are refused for stacks.
+# Supported initialisations of factors.
 _INITIALISATIONS = (True, False, "gaussian")
+# Fields of `LoraConfig` that compute from the weight's values, and so are refused for packed layers; and for stacks.
 _READING_WEIGHTS = ("use_dora", "kasa_config", "velora_config")
 _VARIANTS = [field.name for field in dataclasses.fields(LoraConfig) if field.metadata.get("is_lora_variant")]
 
@@ -126,7 +126,7 @@ class ParamWrapper(layer.ParamWrapper):
         super().merge(safe_merge, adapter_names)
 
     def get_delta_weight(self, adapter_name: str, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Return what merging adds to the stack, of which each process has its experts' part."""
+        """Return what merging adds to this process's part of the stack."""
         from torch.distributed.tensor import distribute_tensor
 
         delta, mesh = super().get_delta_weight(adapter_name, *args, **kwargs), self.expert_mesh()

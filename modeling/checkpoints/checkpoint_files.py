@@ -94,8 +94,8 @@ def find_weights(folder: str | os.PathLike) -> list[Path] | None:
             # When a single file is saved over shards, transformers removes the shards, but not their index.
             if index.is_file() and all(path.exists() for path in _read_index(index, suffix)):
                 raise CheckpointError(
-                    f"{folder}: has both {single.name} and {index.name} with its files, and nothing says which of the "
-                    "two holds the weights. Remove the other."
+                    f"{folder}: has both {single.name} and {index.name} with its files. Remove the older of the two "
+                    "models."
                 )
             return [single]
         if index.is_file():

@@ -57,24 +57,28 @@ def check_tensors(model: "PreTrainedModel", tensors: Iterable[Stored], load_conf
             is_quantized_next = quantizer is not None and quantizer.param_needs_quantization(model, key)
             is_weight = is_quantized_next or state[key].is_floating_point()
             check_dtype(tensor, None if is_weight else state[key].dtype)
-    for (key, pattern), found in by_key.items():
-        twice = found if pattern is None else by_key.get((key, None), [])
-        if pattern is None and len(found) > 1 or pattern is not None and twice:
-            raise CheckpointError(f"{found[-1]} is stored twice: {twice[0]} has it, too.")
-        numbers = sorted(int(match[2]) for each in found if pattern and (match := _NUMBER.search(each.name)))
-        gap = next((min(place, number) for place, number in enumerate(numbers) if place != number), None)
+    for (key, pattern), stored in by_key.items():
+        # Tensors that match a pattern are single experts, beside which their stack must not be stored.
+        twice = stored if pattern is None else by_key.get((key, None), [])
+        if pattern is None and len(stored) > 1 or pattern is not None and twice:
+            raise CheckpointError(f"{stored[-1]} is stored twice: {twice[0]} has it, too.")
+        numbers = sorted(int(match[2]) for one in stored if pattern and (match := _NUMBER.search(one.name)))
+        # The experts' numbers must be 0, 1, 2, …
+        gap = next((min(pair) for pair in enumerate(numbers) if pair[0] != pair[1]), None)
         if gap is not None:
-            name = _NUMBER.sub(rf"\g<1>{gap}.", found[0].name)
-            raise CheckpointError(f"{found[0].origin}: {name} is missing, or there by two names. {_REMEDY}")
+            name = _NUMBER.sub(rf"\g<1>{gap}.", stored[0].name)
+            raise CheckpointError(
+                f"{stored[0].origin}: {name} is missing, or stored under two names. {_REMEDY}"
+            )
 
 
-def check_made(model: "PreTrainedModel", loading_info: Any, place: Any) -> None:
+def check_made(model: "PreTrainedModel", loading_info: Any, source: Any) -> None:
     """Check that experts were fused and weights quantized without errors, and that all packed weights were loaded.
 
     Args:
         model: the loaded model, before transformers initialises missing weights.
         loading_info: transformers' `LoadStateDictInfo`.
-        place: path of the checkpoint, for the message; None for a state dict.
+        source: path of the checkpoint, for the message; None for a state dict.
 
     Raises:
         CheckpointError: fusing or quantizing failed, or a part of a packed weight is missing or has a wrong shape.
@@ -82,7 +86,7 @@ def check_made(model: "PreTrainedModel", loading_info: Any, place: Any) -> None:
     for key, details in loading_info.conversion_errors.items():
         # The details are a traceback, whose last line is the message, and then transformers' own line "Error: …".
         message = details.rpartition("\nError: ")[0].rpartition("\n")[2]
-        raise CheckpointError(f"{place or 'state_dict'}: {key}: {message}")
+        raise CheckpointError(f"{source or 'state_dict'}: {key}: {message}")
     wrong_shapes = {
         key: f" has shape {[*stored]}, not {[*wanted]}"
         for key, stored, wanted in loading_info.mismatched_keys
@@ -101,7 +105,7 @@ def check_made(model: "PreTrainedModel", loading_info: Any, place: Any) -> None:
                 not_loaded.append(key + wrong_shapes.get(key, ""))
     if not_loaded:
         raise CheckpointError(
-            f"{place}: {listed(not_loaded, 5)} cannot be filled from the checkpoint, and packed weights are not "
+            f"{source}: {listed(not_loaded, 5)} cannot be filled from the checkpoint, and packed weights are not "
             f"initialized at random. {_REMEDY}"
         )
 
@@ -116,28 +120,28 @@ def check_complete(model: "PreTrainedModel", loading_info: Any, load_config: Any
         CheckpointError: a weight is missing although config.json names the model's class; all weights are missing; or
             the checkpoint has a tensor of experts that the model does not have, such as a bias.
     """
-    place, quantizer = load_config.pretrained_model_name_or_path, load_config.hf_quantizer
+    source, quantizer = load_config.pretrained_model_name_or_path, load_config.hf_quantizer
     experts = tuple(f"{path}." for path, _ in model.named_modules() if path.endswith(".experts"))
     if unknown := sorted(name for name in loading_info.unexpected_keys if name.startswith(experts)):
         raise CheckpointError(
-            f"{place or 'state_dict'}: {listed(unknown, 5)} belong to experts, but this model has no such tensors."
+            f"{source or 'state_dict'}: {listed(unknown, 5)} belong to experts, but this model has no such tensors."
         )
     missing = [name for name in sorted(loading_info.missing_keys) if _is_plain_weight(model, name, quantizer)]
     has_none = len(missing) == len(list(model.parameters()))
     # A state dict has no config.json that would name its class.
-    if not missing or place is None and not has_none:
+    if not missing or source is None and not has_none:
         return
     architectures = model.config.architectures
-    if place is not None:
+    if source is not None:
         # Ask the checkpoint's own config.json: the caller may have passed another configuration.
         with suppress(OSError):
-            content, _ = model.config.get_config_dict(place, **(load_config.download_kwargs or {}))
+            content, _ = model.config.get_config_dict(source, **(load_config.download_kwargs or {}))
             architectures = content.get("architectures")
     # FSDP2 replaces the class by one that is named FSDP and the old name.
     name = type(model).__name__.removeprefix("FSDP")
     if name in (architectures or ()) or has_none:
         raise CheckpointError(
-            f"{place or 'state_dict'}: config.json says that this is a {name}, but {len(missing)} of its weights are "
+            f"{source or 'state_dict'}: config.json says that this is a {name}, but {len(missing)} of its weights are "
             f"missing: {listed(missing, 5)}. {_REMEDY} To draw them at random, build {name}(config) and load the other "
             "weights by load_state_dict(..., strict=False)."
         )

@@ -40,13 +40,14 @@ def settle_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> dict[s
         ValueError: a weight has no device, or only one of two tied weights is on disk.
     """
     tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", {})
-    given = dict(device_map)
+    device_map = dict(device_map)
+    # If the map gives no device to a weight that is tied to another one, it has the other's.
     for name, source in tied.items():
-        if device_of(name, given) is None and (device := device_of(source, given)) is not None:
-            given[name.rpartition(".")[0]] = device
-    check_device_map(model, given)
+        if device_of(name, device_map) is None and (device := device_of(source, device_map)) is not None:
+            device_map[name.rpartition(".")[0]] = device
+    check_device_map(model, device_map)
     settled: dict[str, Any] = {}
-    _settle(model, "", None, given, settled)
+    _settle(model, "", None, device_map, settled)
     for name, source in tied.items():
         devices = [device_of(name, settled), device_of(source, settled)]
         if devices.count("disk") == 1:
@@ -58,22 +59,25 @@ def settle_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> dict[s
 
 
 def _settle(
-    module: nn.Module, name: str, device: Any, given: Mapping[str, Any], settled: dict[str, Any]
+    module: nn.Module, name: str, device: Any, device_map: Mapping[str, Any], settled: dict[str, Any]
 ) -> None:
-    """Add a module to `settled`, by its own name if all of it is on one device, else by its parts."""
-    device = given.get(name, device)
+    """Add a module to `settled`: by its own name if it is on one device, else by the names of its parts.
+
+    `device` is that of the module around it.
+    """
+    device = device_map.get(name, device)
     prefix = f"{name}." if name else ""
     children = [(prefix + key, child) for key, child in module.named_children() if _has_tensors(child)]
     tensors = [*module.named_parameters(name, recurse=False), *module.named_buffers(name, recurse=False)]
-    devices = {key: given.get(key, device) for key, _ in tensors}
-    if not any(key != name and key.startswith(prefix) for key in given):
+    devices = {key: device_map.get(key, device) for key, _ in tensors}
+    if not any(key != name and key.startswith(prefix) for key in device_map):
         settled |= {} if device is None else {name: device}
     elif not children and len({str(device) for device in devices.values()}) == 1:
         settled[name] = next(iter(devices.values()))
     else:
         settled |= {key: "cpu" if device == "disk" else device for key, device in devices.items()}
         for key, child in children:
-            _settle(child, key, device, given, settled)
+            _settle(child, key, device, device_map, settled)
 
 
 def _has_tensors(module: nn.Module) -> bool:

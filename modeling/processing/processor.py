@@ -106,7 +106,7 @@ class LlamoeProcessor(Llama4Processor):
 
     def _process_images(self, images, return_tensors=None, **kwargs):
         # transformers' class returns bfloat16, which NumPy does not have; and without `return_tensors` one tensor for
-        # each picture, which cannot become an array if the numbers of tiles differ. TRL's GRPO fails by both.
+        # each picture, which cannot become an array if the numbers of tiles differ. TRL's GRPO fails in both cases.
         processed, replacements = super()._process_images(images, return_tensors="pt", **kwargs)
         tiles = processed["pixel_values"]
         tiles = tiles.float() if tiles.dtype is torch.bfloat16 else tiles

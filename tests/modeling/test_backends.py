@@ -1,4 +1,4 @@
-"""Which attention and experts run, what the multimodal class shows of itself, and what stock reads of all classes."""
+"""Which attention and experts implementations run, the multimodal class's base model, and folders that stock reads."""
 
 import copy
 
@@ -22,7 +22,7 @@ from llamoe.modeling.moe.experts import IMPLEMENTATIONS, Experts
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Counts how often each backend runs."""
+    """Return a counter of the calls of each attention and experts implementation."""
     counts = {}
 
     def count(name, function):
@@ -88,7 +88,7 @@ def test_experts_implementation_is_taken(case, name, when, calls, tmp_path):
 
 
 def test_stock_does_not_choose_our_experts():
-    """It notes in its configuration that it computes them one by one: ours would be slow, and nobody would know."""
+    """A config from stock's class says "eager", which is slow; our class chooses its own implementation."""
     stock = transformers.Llama4ForCausalLM(stock_text_config())
     assert stock.config._experts_implementation == "eager"
     for config in (stock.config, llamoe.from_stock(stock.config)):
@@ -106,7 +106,7 @@ def test_unknown_experts_implementation(case, tmp_path):
         case.model_class.from_pretrained(tmp_path, experts_implementation="fast")
 
 
-# The multimodal class as a pair of a head and the model below it
+# The multimodal class and its base model
 
 
 def test_view_of_the_model_below_the_head():
@@ -133,7 +133,7 @@ def test_view_of_the_model_below_the_head():
 
 
 def test_assigning_the_model_below_the_head():
-    """A second copy of the weights under `model.` would be trained and saved by nobody, or twice."""
+    """A new `model` replaces the modules; as a child it would be a second copy of the weights."""
     model = MULTIMODAL.make()
     names, replacement = set(model.state_dict()), copy.deepcopy(model.model)
     model.model = replacement

@@ -1,4 +1,4 @@
-"""Heads for sequences, tokens and answers: equal to stock's where stock has them, written out where it has none."""
+"""Heads for sequences, tokens and answers, compared with stock's, or with a computation in the test."""
 
 import pytest
 import torch
@@ -54,7 +54,7 @@ def stock(kind, family="Dense"):
 
 
 def pair(kind, family="Dense", **overrides):
-    """Stock's model and ours with the same weights."""
+    """Return stock's model and ours with the same weights."""
     make_config = stock_dense_config if family == "Dense" else stock_mixtral_config
     config = make_config(num_labels=NUM_LABELS, **overrides)
     reference = stock_model(stock(kind, family), config)
@@ -64,7 +64,7 @@ def pair(kind, family="Dense", **overrides):
 
 
 def rows(padding="both"):
-    """Three rows; one padded on the left, one on the right, or none. Padding is token 0."""
+    """Return three rows, one of them padded on the left, one on the right; or none. Padding is token 0."""
     ids = torch.randint(3, 90, (3, LENGTH), generator=torch.Generator().manual_seed(1))
     if padding == "both":
         ids[0, :9] = ids[1, -6:] = 0
@@ -81,7 +81,7 @@ def targets(kind):
 
 
 def real(name, tensor, mask):
-    """A tensor's values where there is a token: what padding gets is nobody's business."""
+    """Return a tensor's values for tokens that are not padding."""
     return tensor[mask.bool()] if tensor.ndim > 1 and tensor.shape[:2] == mask.shape else tensor
 
 
@@ -94,7 +94,7 @@ def assert_outputs_agree(given, expected, mask, tolerance=2e-5):
             assert max_abs(mine, theirs) < tolerance * theirs.std(correction=0).clamp(min=1), name
 
 
-# The families that stock has heads for
+# Families with heads in stock
 
 
 @pytest.mark.parametrize(("family", "kind"), FAMILIES)
@@ -133,14 +133,14 @@ def test_folders_go_both_ways(heads, max_shard_size, tmp_path):
 
 @for_kinds
 def test_a_head_has_its_models_dtype(kind):
-    """Stock's would be made in two dtypes here, and could not run."""
+    """Head and model have torch's default dtype; in stock's class they have two dtypes here, and cannot run."""
     model = ours(kind)(llamoe.LlamoeDenseConfig(**DENSE, dtype="bfloat16"))
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
     model(**rows())
 
 
 def test_mistrals_answering_head_is_only_read(tmp_path):
-    """Its names are those of stock's Mistral, which our class does not write."""
+    """A folder of stock's Mistral loads; saving in stock's layout is refused, since it has other names of weights."""
     reference = stock_model(transformers.MistralForQuestionAnswering, transformers.MistralConfig(**DENSE))
     reference.save_pretrained(tmp_path / "stock")
     model = ours("QuestionAnswering").from_pretrained(tmp_path / "stock")
@@ -162,7 +162,7 @@ def mixture(**text):
 
 
 def written_out(model, inputs, pad=0):
-    """The base model, one linear layer, and each row's rightmost token that is no padding."""
+    """Compute logits by the base model, a linear layer, and each row's rightmost token that is not padding."""
     hidden = model.model(**inputs).last_hidden_state
     last = [max(i for i, token in enumerate(row.tolist()) if token != pad) for row in inputs["input_ids"]]
     return torch.stack([F.linear(hidden[row, i], model.score.weight) for row, i in enumerate(last)])
@@ -183,7 +183,7 @@ def test_mixture_head_reads_the_last_token(padding):
 STOCK_WHOLE = stock_multimodal_config(SHALLOW, SHALLOW_VISION)
 WHOLE = multimodal_config(SHALLOW_VISION, **SHALLOW)
 TWO_LAYERS = stock_dense_config(num_hidden_layers=2)
-# What a folder was saved by, and the configuration.
+# The class that saved a folder, and its config.
 SOURCES = {
     "stock_lm": (LlamaForCausalLM, TWO_LAYERS),
     "stock_base": (LlamaModel, TWO_LAYERS),
@@ -200,7 +200,7 @@ SOURCES = {
 
 
 def layers_of(model):
-    """The decoder's tensors, by what follows the list of layers in their names."""
+    """Return the tensors of the decoder's layers, by their names after "layers"."""
     state = model.state_dict().items()
     return {
         key.split("layers.")[1]: value for key, value in state if "layers." in key and "vision" not in key
@@ -216,11 +216,11 @@ def layers_of(model):
     ],
 )
 def test_head_over_other_folders_finds_the_model(source, kind, tmp_path):
-    """Only the head is new. Stock's question answering finds nothing in folders of other classes, nor they in its."""
+    """A head loads the decoder from folders of other classes, and initializes itself alone."""
     model_class, config = SOURCES[source]
     reference, head = draw(model_class, config), ours(kind) if config is TWO_LAYERS else MIXTURE
     reference.save_pretrained(tmp_path)
-    # The Auto class gives stock's for a folder of stock's.
+    # For a folder of stock's, the Auto class returns stock's class.
     for auto in [head] if model_class.__name__ in dir(transformers) else [head, AUTO[kind]]:
         model, info = auto.from_pretrained(tmp_path, output_loading_info=True, num_labels=3)
         assert type(model) is head
@@ -242,7 +242,7 @@ def test_multimodal_labels_are_the_text_parts():
     assert model.config.problem_type == "single_label_classification"
     assert MIXTURE(config).num_labels == 7
     given = stock_multimodal_config({"num_labels": 4})
-    assert MIXTURE(given).num_labels == 4  # said for the text part, and not again for the whole
+    assert MIXTURE(given).num_labels == 4  # set in the text config alone
     assert llamoe.LlamoeConfig(text_config=given.text_config, num_labels=2).text_config.num_labels == 2
     names = {0: "red", 1: "green", 2: "blue"}
     whole = llamoe.LlamoeConfig(text_config=given.text_config, id2label=names)
@@ -250,7 +250,7 @@ def test_multimodal_labels_are_the_text_parts():
 
 
 def test_mixture_head_has_no_stock_layout_class(tmp_path):
-    """Stock has no class for it: its folder is refused in that layout, with the reason, and nothing is written."""
+    """Stock has no such class: to save in stock's layout is an error that says so, and writes nothing."""
     with pytest.raises(ValueError, match="LlamoeForSequenceClassification"):
         mixture().save_pretrained(tmp_path / "stock", layout="stock")
     assert not (tmp_path / "stock").exists()

@@ -1,7 +1,7 @@
 """`torch.compile` in one graph, compiled generation that compiles once, and `torch.export`.
 
-The backends are those that generate no code (`eager`, `aot_eager`): what is tested is that one graph holds the model
-and computes the same. `test_inductor` lets torch generate it.
+Most tests use backends that generate no code (`eager`, `aot_eager`): the model must be one graph, and compute the
+same. `test_inductor` generates code.
 """
 
 import copy
@@ -27,9 +27,9 @@ pytestmark = pytest.mark.slow
 
 CASES = {case.name: case for case in MODELS}
 DECODERS = pytest.mark.parametrize("name", ["LlamoeDenseForCausalLM", "LlamoeForCausalLM"])
-# Of Llama 4 one chunked layer, where it tells what more would.
+# One chunked layer of Llama 4, where more layers would test nothing else.
 CHUNKED = {"num_hidden_layers": 1, "no_rope_layers": [1], "layer_types": ["chunked_attention"]}
-# Sums in another order.
+# Sums are in another order.
 TOLERANCE = 1e-5
 
 
@@ -41,7 +41,7 @@ def forget_compiled_code():
 
 
 class Counting:
-    """A backend that runs graphs of real numbers as they are, and counts them and their calls."""
+    """A backend that runs graphs as they are, and counts the graphs and their calls."""
 
     def __init__(self):
         self.graphs = self.calls = 0
@@ -59,14 +59,14 @@ class Counting:
         return counted
 
 
-# The forward pass; models without a head are in the graphs of those with one
+# Forward; the graphs of models with a head contain the models without one
 
 
 @pytest.mark.parametrize("name", ["LlamoeForCausalLM", "LlamoeMixtralForCausalLM"])
 def test_few_graphs_for_all_lengths(name):
-    """The first is compiled as it is, the second for all that are longer than a chunk or window.
+    """The first length has a graph of its own, the second one serves all lengths above a chunk or window.
 
-    With padding; or with positions, which say nothing of the length.
+    Inputs have padding; or positions, which do not depend on the length.
     """
     case = CASES[name]
     fields = CHUNKED if case.is_llama4 else {"num_hidden_layers": 1}
@@ -96,7 +96,7 @@ def test_few_graphs_for_all_lengths(name):
 def test_training_is_one_graph(name, is_checkpointed):
     case = CASES[name]
     model, inputs = case.make_small().train(), case.inputs()
-    # Left to transformers, `use_cache` is turned off with a warning, which no graph can hold.
+    # Otherwise transformers would turn `use_cache` off with a warning, which breaks the graph.
     options = {"labels": inputs["input_ids"], "use_cache": not is_checkpointed}
     expected = loss_and_gradients(model, inputs, **options)
     if is_checkpointed:
@@ -106,7 +106,7 @@ def test_training_is_one_graph(name, is_checkpointed):
 
 
 def test_router_training_is_one_graph():
-    """Jitter, capacity, both router losses and the counted load; the same seed draws the same jitter."""
+    """Training with jitter, capacity, both router losses and expert load is one graph; a seed gives the same jitter."""
     case = CASES["LlamoeForCausalLM"]
     layer = dict(num_hidden_layers=1, no_rope_layers=[0], layer_types=["full_attention"], moe_layers=[0])
     model, inputs = case.make_small(**layer).train(), case.inputs()
@@ -135,18 +135,18 @@ def test_router_training_is_one_graph():
 
 @pytest.mark.parametrize("name", ["LlamoeDenseForCausalLM", "LlamoeForConditionalGeneration"])
 def test_generate_compiles_once_for_prompts_of_differing_lengths(name):
-    """The longest comes first, as a server would warm up: shorter ones find its cache, and its graph.
+    """After the longest prompt, by which a server would warm up, shorter prompts use its cache and its graph.
 
-    The prefill is not compiled; each of the steps behind it runs the one graph. Eleven tokens and six new ones fill the
-    window of a chunk while they are generated; 30 have filled it before.
+    The prefill is not compiled; each step after it runs the one graph. A prompt of eleven tokens fills the window of a
+    chunk with its six new tokens; a prompt of 30 has filled it before.
     """
     case = CASES[name]
     model = case.make_small()
     options = dict(max_new_tokens=6, min_new_tokens=6, do_sample=False, cache_implementation="static")
     backend = Counting()
-    # A function, because the configuration is copied, and a copy would count by itself.
+    # A function: the config is copied, and a copy of the counter would count apart.
     compiled = CompileConfig(fullgraph=True, backend=lambda *args, **_: backend(*args))
-    compiled._compile_all_devices = True  # else on accelerators only
+    compiled._compile_all_devices = True  # otherwise only accelerators compile
     for calls, (padding, length) in enumerate(
         [((0, 4), 30), ((2, 0), 11), ((0, 0), 19), ((1, 5), 24), ((1, 5), 24)], start=1
     ):
@@ -160,7 +160,7 @@ def test_generate_compiles_once_for_prompts_of_differing_lengths(name):
 
 @DECODERS
 def test_steps_with_a_static_cache_compile_once(name):
-    """Without `generate`: the masks are made inside the graph, too."""
+    """Steps without `generate`, in which the graph makes the masks, too, compile once."""
     case = CASES[name]
     model, backend = case.make_small(**(CHUNKED if case.is_llama4 else {})), Counting()
     inputs = case.inputs(length=20)
@@ -178,7 +178,7 @@ def test_steps_with_a_static_cache_compile_once(name):
 
 
 def test_rings_leave_other_caches_alone():
-    """Only the empty static windows of a cache that one of our models is given become rings."""
+    """Layers of a static cache become rings only if they are empty windows, and one of our models gets the cache."""
     case = CASES["LlamoeForCausalLM"]
     config = case.make_config()
     past = StaticCache(config=config, max_cache_len=40)
@@ -203,13 +203,12 @@ def test_rings_leave_other_caches_alone():
     ],
 )
 def test_export_with_dynamic_sizes(name, with_mask):
-    """One program for every batch and length, saved and loaded.
+    """One exported program, saved and loaded, is right for every batch size and length.
 
-    Traced by dynamo (`strict`): without it torch 2.11 cannot prove that repeated heads stay in order, in transformers'
-    Llama either.
+    Export is by dynamo (`strict`); without it torch cannot prove that repeated heads stay in order.
     """
     case = CASES[name]
-    # Without a mask its chunks would be cut, if a program could do that for every length.
+    # Without a mask the number of chunks would depend on the length, which no program can express.
     model = case.make_small(**({**CHUNKED, "moe_layers": [0] if with_mask else []} if case.is_llama4 else {}))
 
     def inputs_of(padding, length):
@@ -239,7 +238,7 @@ def test_export_with_dynamic_sizes(name, with_mask):
 @torch.no_grad()
 @DECODERS
 def test_hidden_positions_in_a_graph(name):
-    """Whatever positions padding has, below zero or above every other; a strict export is compiled on its way."""
+    """In an exported program, too, padding may have any positions, below zero or above all others."""
     case = CASES[name]
     model, inputs = case.make_small(**(CHUNKED if case.is_llama4 else {})), case.inputs()
     mask = inputs["attention_mask"]
@@ -252,7 +251,7 @@ def test_hidden_positions_in_a_graph(name):
 
 @DECODERS
 def test_inductor(name):
-    """With generated code, forward and backward, in float32."""
+    """Generated code computes the same logits and gradients, in float32."""
     case = CASES[name]
     model, inputs = case.make_small().train(), case.inputs()
     options = {"labels": inputs["input_ids"]}
@@ -262,7 +261,7 @@ def test_inductor(name):
 
 
 def test_no_model_type_is_kept_from_compiling():
-    """transformers gives the uncompiled model to `generate` for every type with this in its name."""
+    """Model types that contain "llama4" would not be compiled: transformers excludes them in `generate`."""
     for case in MODELS:
         assert "llama4" not in case.make_config().model_type, case.name
     assert llamoe.LlamoeForCausalLM._can_compile_fullgraph

@@ -1,4 +1,4 @@
-"""Continuous batching (`generate_batch`) of every head: each prompt as by itself, or refused."""
+"""Continuous batching (`generate_batch`) gives each prompt the tokens that it has alone, or is refused."""
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ def each_alone(model, inputs, count):
 @pytest.mark.parametrize("case", HEADS, ids=lambda case: case.name)
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_continuous_batching_equals_each_prompt_alone(case, attention):
-    """More prompts than fit at once; a Llama 4 without chunks."""
+    """Tokens are equal with more prompts than fit into the cache at once; Llama 4 is without chunks here."""
     model = case.make_small(**({"attention_chunk_size": None, "layer_types": None} if case.is_llama4 else {}))
     model.set_attn_implementation(attention)
     inputs = prompts(40, 1, 4, 9, 25)
@@ -47,7 +47,7 @@ def test_continuous_batching_equals_each_prompt_alone(case, attention):
 
 @for_models("is_head", "is_llama4")
 def test_continuous_batching_refuses_chunks(case):
-    """Behind a border it would be wrong without a word: transformers' paged masks know nothing of chunks."""
+    """transformers' masks for the paged cache would ignore chunks, and be wrong in silence."""
     model = case.make_small()
     with pytest.raises(ValueError, match="attention_chunk_size = 16"):
         batch(model, prompts(4, 12), 5)

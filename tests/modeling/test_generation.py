@@ -1,4 +1,4 @@
-"""`generate` of every head: against stock, against each row by itself, in every way to decode."""
+"""`generate` of every class with a head, compared with stock, and with each row alone."""
 
 import copy
 import functools
@@ -22,13 +22,13 @@ from support.tables import in_turn
 from transformers import DynamicCache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-# With eight new tokens or more, a chunk border lies among them: attention_chunk_size is 16 in the tiny configs.
+# The tiny configs have chunks of 16: of eight new tokens some are after the border at 32.
 PROMPT = 29
 
 
 @functools.cache
 def pair(case):
-    """A model and stock's with its weights, which tests only read."""
+    """Return a model, and stock's with the same weights; tests change neither."""
     model = case.make_small()
     return model, case.stock_of(model)
 
@@ -47,12 +47,12 @@ def without_images(inputs):
 
 
 def with_embeddings(model, inputs):
-    """The embeddings of the ids instead of the ids."""
+    """Return the inputs with embeddings in place of ids."""
     inputs = dict(inputs)
     return {"inputs_embeds": model.get_input_embeddings()(inputs.pop("input_ids")), **inputs}
 
 
-# Against stock
+# Compared with stock
 
 WAYS = {
     "greedy": {},
@@ -67,13 +67,13 @@ WAYS = {
     ("way", "case"), [*in_turn(WAYS, [TEXT, MULTIMODAL]), *in_turn(WAYS, [DENSE, MIXTRAL])], ids=named
 )
 def test_tokens_and_scores_are_those_of_stock(case, way):
-    """A single row: stock Llama 4 is wrong under left padding. Its LLaMA is not."""
+    """Tokens and scores are equal; for Llama 4 with a single row, since stock is wrong under left padding."""
     inputs = case.inputs(length=PROMPT)
     inputs = case.row(inputs, 1) if case.has_experts else inputs
-    # Stock takes pictures in these ways alone.
+    # Stock takes pictures only in these two ways of decoding.
     inputs = inputs if way in ("greedy", "sampling") else without_images(inputs)
     if "lookup" in way:
-        repeated = inputs["input_ids"][:1, -10:].repeat(1, 3)  # so that there is something to find
+        repeated = inputs["input_ids"][:1, -10:].repeat(1, 3)  # so that prompt lookup finds repetitions
         inputs = {"input_ids": repeated, "attention_mask": torch.ones_like(repeated)}
     options = {"return_dict_in_generate": True, "output_scores": True, **WAYS[way]}
     given, expected = (generate(one, inputs, **options) for one in pair(case))
@@ -85,7 +85,7 @@ def test_tokens_and_scores_are_those_of_stock(case, way):
         assert max_abs(mine[finite], theirs[finite]) < 1e-4
 
 
-# Against each row by itself
+# Compared with each row alone
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_tokens_and_scores_are_those_of_stock(case, way):
     ids=named,
 )
 def test_beams_of_a_batch_are_those_of_each_row(case, by, use_cache):
-    """Rows without a tile, with two and with one: each beam must take the tiles of its own row."""
+    """Rows have no tile, two tiles and one tile; each beam must use the tiles of its row."""
     model, inputs = case.make_small(), case.inputs(length=PROMPT)
     options = {"num_beams": 3, "num_return_sequences": 2, "use_cache": use_cache}
     given = inputs if by == "ids" else with_embeddings(model, inputs)
@@ -124,7 +124,7 @@ IN_TRAINING = {
 
 @pytest.mark.parametrize(("way", "case"), in_turn(IN_TRAINING, HEADS, times=2), ids=named)
 def test_generate_in_training_under_checkpointing(case, way):
-    """Stock's layers drop the cache there, and each token follows from the one before it alone."""
+    """Under checkpointing stock's layers drop the cache, so that each token depends on the one before it alone."""
     model, inputs = case.make_small(), case.inputs(length=PROMPT)
     inputs = case.row(inputs, 1) if way == "assistant" else inputs
     expected = generate(model, inputs, **IN_TRAINING[way])
@@ -146,7 +146,7 @@ def test_embeddings_give_the_tokens_of_their_ids(case, way):
     model, inputs = case.make_small(), case.inputs(length=PROMPT)
     given = with_embeddings(model, inputs)
     expected = new_tokens(model, inputs, **WAYS.get(way, {}))
-    if way == "prefill_with_ids":  # given both, the ids only stand before what is returned
+    if way == "prefill_with_ids":  # with both inputs, the ids are only returned before the new tokens
         given["input_ids"] = inputs["input_ids"]
         assert torch.equal(new_tokens(model, given), expected)
     else:
@@ -154,19 +154,20 @@ def test_embeddings_give_the_tokens_of_their_ids(case, way):
 
 
 def test_precomputed_features_are_taken():
-    """A server encodes a picture once and asks several questions."""
+    """Features that were computed once serve several prompts with the same picture."""
     model, inputs = MULTIMODAL.make_small(), MULTIMODAL.inputs(length=PROMPT)
     with torch.no_grad():
         features = model.get_image_features(inputs["pixel_values"])
     expected = new_tokens(model, inputs)
     del inputs["pixel_values"]
-    for stacked in (features.pooler_output, list(features.pooler_output)):  # one entry a tile is also allowed
+    # A list with one entry for each tile is allowed, too.
+    for stacked in (features.pooler_output, list(features.pooler_output)):
         features.pooler_output = stacked
         assert torch.equal(new_tokens(model, inputs | {"mm_encoder_outputs": {"image": features}}), expected)
 
 
 def test_a_conversation_goes_on_with_another_picture():
-    """The second message comes with its own picture; the first stays in the cache."""
+    """A second message has its own picture, while the first message stays in the cache."""
     model, inputs = MULTIMODAL.make(), MULTIMODAL.inputs(padding=(0, 0), length=PROMPT)
     first = {**MULTIMODAL.row(inputs, 1), "pixel_values": inputs["pixel_values"][:2]}
     ids = first["input_ids"]
@@ -190,7 +191,7 @@ def smaller(case, **text):
 
 @pytest.mark.parametrize("case", [MIXTRAL, MULTIMODAL], ids=named)
 def test_assisted_tokens_are_those_without_an_assistant(case):
-    """Over the chunk borders at 32 and 48, with many a draft taken back; stock's assistant drafts, too."""
+    """Tokens are equal over the chunk borders at 32 and 48, with many drafts rejected; one assistant is stock's."""
     (model, stock), inputs = pair(case), without_images(case.row(case.inputs(length=PROMPT), 1))
     expected = new_tokens(stock, inputs, max_new_tokens=24)
     for assistant in (smaller(case), copy.deepcopy(model)):
@@ -207,7 +208,7 @@ def test_drafting_with_the_first_layers(name):
     expected = new_tokens(model, inputs, max_new_tokens=24)
     plain = len(layers)
     assert torch.equal(new_tokens(model, inputs, assistant_early_exit=2, max_new_tokens=24), expected)
-    # Drafts leave the later layers out: they run in the model's own passes only, of which there are no more.
+    # Drafts run the first layers alone; the later layers run in the forwards of the whole model, which are not more.
     assert 0 < len(layers) - plain <= plain
     assert model.config.num_hidden_layers == len(model.model.layers)
     assert torch.equal(new_tokens(model, inputs, max_new_tokens=24), expected)
@@ -231,7 +232,7 @@ def test_all_logits_may_be_kept(case):
 
 
 def on_the_right(inputs, padding):
-    """The same rows without pictures, the first one's padding behind its tokens."""
+    """Return the rows without pictures, with the first row's padding after its tokens."""
     inputs = {name: value.clone() for name, value in without_images(inputs).items()}
     for value in inputs.values():
         value[0] = value[0].roll(-padding)
@@ -256,7 +257,7 @@ def test_prompts_padded_on_the_right_are_refused(case, padding):
 
 @for_models("is_head", "is_llama4")
 def test_a_mask_with_a_hole_is_named(case):
-    """Where the window of `generate`'s own cache has lost tokens; a cache of all tokens has them."""
+    """A mask with a hole is an error if the cache keeps a window of tokens; with all tokens it is right."""
     model, inputs = case.make_small(), case.inputs(padding=(0,), length=PROMPT)
     inputs.pop("pixel_values", None)
     hole = slice(PROMPT - 6, PROMPT - 3)
@@ -275,8 +276,8 @@ def test_a_mask_with_a_hole_is_named(case):
     [{}, {"cache_implementation": "static"}, {"use_cache": False}, {"num_beams": 2}, {"mask": None}],
 )
 def test_right_padding_within_a_chunk_is_stocks(case, options):
-    """A warning, and the tokens that stock gives; also where there are no chunks, and by the pad tokens alone."""
-    # Stock's temperature counts padding, ours does not.
+    """Within one chunk, or without chunks, right padding gives a warning and stock's tokens, also without a mask."""
+    # No temperature: stock's counts padding, ours does not.
     text = dict(attention_chunk_size=LENGTH + 7, attn_temperature_tuning=False) if case.is_llama4 else {}
     model, inputs = case.make_small(**text), on_the_right(case.inputs(padding=(3, 0)), 3)
     if "mask" in options:

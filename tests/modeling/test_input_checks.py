@@ -1,4 +1,4 @@
-"""What a user can get wrong with files and inputs: one clear error each, before any heavy work."""
+"""Wrong files and inputs each give an error that says what is wrong, before any heavy work."""
 
 from contextlib import nullcontext
 
@@ -20,7 +20,7 @@ import llamoe
 from llamoe.modeling.decoder import DecoderLayer
 from llamoe.modeling.input_checks import check_classes
 
-# Damaged safetensors files; other damage of a header is in the tests of hostile files.
+# Damaged safetensors files; the tests of hostile files have other damage of headers.
 
 
 def put_a_folder(path):
@@ -54,7 +54,7 @@ def test_damaged_file(damage, kind, model_copy):
 @pytest.mark.parametrize("name", ["params.json", "consolidated.00.pth"])
 @pytest.mark.parametrize("subfolder", ["", "original"])
 def test_metas_folder_says_how_to_convert_it(name, subfolder, tmp_path):
-    """Meta has two names, either of which may be there alone when a download has stopped."""
+    """Meta's folders have two files by which they are recognised; after an interrupted download there may be one."""
     place = tmp_path / subfolder
     place.mkdir(exist_ok=True)
     (place / name).write_text("{}")
@@ -90,14 +90,14 @@ def test_a_layout_that_cannot_be_written_writes_nothing(name, make, fields, layo
 
 
 def test_saving_onto_a_file(tmp_path):
-    """transformers only logs that nothing was saved."""
+    """transformers would only log that nothing was saved."""
     (tmp_path / "model").write_text("mine")
     with pytest.raises((OSError, ValueError), match="model"):
         llamoe.LlamoeDenseForCausalLM(stock_dense_config()).save_pretrained(tmp_path / "model")
     assert (tmp_path / "model").read_text() == "mine"
 
 
-# Inputs of a forward pass
+# Inputs of `forward`
 
 IDS = torch.arange(3, 45).view(2, 21)
 EMBEDS = torch.ones(2, 21, 72)
@@ -119,7 +119,7 @@ def heads():
     return models
 
 
-# The last of each is what the error names.
+# The last entry of each row is a part of the error.
 BAD_INPUTS = [
     {},
     {"input_ids": IDS, "inputs_embeds": EMBEDS},
@@ -148,7 +148,7 @@ def test_bad_inputs(number, name, heads):
 
 @pytest.mark.parametrize("how", ["first of a row", "ignore_index", "shift_labels", "a loss of one's own"])
 def test_labels_that_mean_something_else(how):
-    """What no loss looks at, or a loss that was chosen reads in its own way, is not refused."""
+    """Labels that no loss uses, or that a loss of the user's reads in its own way, are not refused."""
     model = make_asymmetric(llamoe.LlamoeDenseForCausalLM(stock_dense_config()))
     labels, extra = torch.where(torch.arange(21) % 5 == 2, -1, IDS), {}
     counts = torch.where(labels == -1, -100, labels)
@@ -167,13 +167,13 @@ def test_labels_that_mean_something_else(how):
 
 @pytest.mark.parametrize(("device", "refused"), [("cpu", True), ("meta", False)])
 def test_values_are_read_on_the_cpu_alone(device, refused):
-    """Elsewhere one would wait for them; tensors on the meta device have none."""
+    """Values on a GPU are not read, since the CPU would wait for it; tensors on the meta device have none."""
     with pytest.raises(ValueError, match="labels contain -1") if refused else nullcontext():
         check_classes(torch.full((2, 3), -1, device=device), 99)
 
 
 def test_mask_of_the_new_tokens_only(heads):
-    """With a cache the mask covers cached tokens too; a shorter one would silently hide the new tokens."""
+    """With a cache the mask must cover cached tokens, too; a shorter one would hide the new tokens in silence."""
     model = make_asymmetric(llamoe.LlamoeForCausalLM(stock_text_config()))
     past = model(input_ids=IDS, use_cache=True).past_key_values
     with pytest.raises(ValueError, match="attention_mask"):
@@ -190,7 +190,7 @@ def ids_with_images(tiles, less=0):
     return ids
 
 
-# What a tile may be is held against the tower by itself, in test_vision.py.
+# test_vision.py has more wrong tiles, for the tower alone.
 BAD_PIXELS = {
     "shape": (PIXELS[0], 2, 0, "pixel_values"),
     "integers": (PIXELS.to(torch.uint8), 2, 0, "pixel_values"),

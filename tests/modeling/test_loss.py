@@ -1,4 +1,4 @@
-"""The loss by pieces of tokens, against transformers' own over all logits: values, gradients, memory, and who asks."""
+"""The loss by pieces of tokens, compared with transformers' loss of all logits, and when it is used."""
 
 import pytest
 import torch
@@ -15,9 +15,9 @@ from llamoe.modeling import loss as module
 from llamoe.modeling.loss import loss_without_logits
 
 DENSE, MIXTRAL, _, MULTIMODAL = [case for case in MODELS if case.is_head]
-# Of a vocabulary of 101 and three rows: several pieces, the last shorter than the others.
+# Logits of four tokens of three rows, with a vocabulary of 101: there are several pieces, the last a shorter one.
 PIECE = 3 * 101 * 4
-# Arguments of a pass without logits and of one with them, whose gradients differ by the order of sums.
+# Arguments of a forward without logits, and of one with logits; gradients differ by the order of sums.
 BY_PIECES = ({"skip_logits": True}, {})
 ROUNDING = 2e-6
 
@@ -28,7 +28,7 @@ def small_pieces(monkeypatch):
 
 
 def labelled(case):
-    """Rows with padding, of which no label counts on the padding and on five tokens more."""
+    """Return inputs with padding, and labels, of which those of padding and of five more tokens are -100."""
     inputs = case.inputs(length=43)
     labels = inputs["input_ids"].clone()
     labels[inputs["attention_mask"] == 0] = -100
@@ -38,9 +38,9 @@ def labelled(case):
 
 @for_models("is_head")
 def test_it_is_stocks_loss(case):
-    """By transformers' model with the same weights, of all tokens and as a part of a larger batch."""
+    """Loss and gradients are those of stock's model, by its own mean and with `num_items_in_batch`."""
     ours, (inputs, labels) = case.make_small(), labelled(case)
-    inputs.pop("attention_mask")  # Padded rows are numbered otherwise by stock's Llama 4.
+    inputs.pop("attention_mask")  # Stock's Llama 4 gives other positions to padded rows.
     stock = case.stock_of(ours)
     for more in ({}, {"num_items_in_batch": torch.tensor(301)}):
         given = loss_and_gradients(ours.train(), inputs, labels=labels, skip_logits=True, **more)
@@ -61,7 +61,7 @@ KEPT = {
 @for_models("is_head")
 @pytest.mark.parametrize("kept", KEPT)
 def test_labels_of_kept_tokens(case, kept):
-    """Logits and loss are stock's, also where rows have positions of their own, or a mask lets them have any number."""
+    """Logits and loss of kept tokens are stock's, also if indices differ by row, or a mask keeps any number of them."""
     ours, ids = case.make_small(), case.inputs(padding=(0, 0, 0), length=43)["input_ids"]
     ids[ids == IMAGE_TOKEN] = 5
     kept = KEPT[kept]
@@ -76,7 +76,7 @@ def test_labels_of_kept_tokens(case, kept):
 
 
 class Biased(nn.Linear):
-    """A head that is no plain linear layer, and whose logits a limit bends."""
+    """A head that is more than a product: it has a bias, and limits its logits."""
 
     def forward(self, x):
         return 7 * torch.tanh(super().forward(x) / 7)
@@ -111,10 +111,10 @@ def test_any_head_and_dtype(dtype, options):
         results.append((loss, leaf.grad, head.weight.grad.clone(), head.bias.grad.clone()))
     (loss, *given), (expected_loss, *expected) = results
     assert loss.dtype == expected_loss.dtype == torch.float32
-    # Products of another number of rows may round a logit the other way.
+    # A product of fewer rows may round a logit differently.
     few = max(1e-6, torch.finfo(dtype).eps / 50)
     assert loss.item() == pytest.approx(expected_loss.item(), rel=few)
-    # A weight's gradient is a sum of as many terms in its dtype as there are pieces, of which each is rounded.
+    # A weight's gradient is the sum of one rounded term for each piece.
     tolerance = 8 * torch.finfo(dtype).eps
     for mine, its in zip(given, expected, strict=True):
         assert max_abs(mine, its) <= tolerance * its.abs().max()
@@ -123,7 +123,7 @@ def test_any_head_and_dtype(dtype, options):
 
 
 def test_rows_without_labels_have_no_mean():
-    """As the plain loss says: not a number, and nothing if the batch has labels elsewhere."""
+    """Without labels the loss is NaN, as the plain loss; with `num_items_in_batch` it is 0."""
     head, x, labels = nn.Linear(8, 100), torch.randn(2, 9, 8), torch.full((2, 9), -100)
     assert loss_without_logits(head, x, labels, 100).isnan()
     assert loss_without_logits(head, x, labels, 100, num_items_in_batch=11).item() == 0
@@ -148,7 +148,7 @@ def test_heads_that_are_more_than_a_weight(make):
 
 
 def test_checkpointed_layers_and_router_losses():
-    """With LoRA on experts, under the accumulation that Trainer tells of."""
+    """Loss and gradients are right with checkpointed layers, LoRA on experts and `num_items_in_batch`."""
     model = MIXTRAL.make_small()
     model.config.output_router_logits = True
     model = get_peft_model(model, llamoe.lora_config(model, r=2)).train()
@@ -162,7 +162,7 @@ def test_checkpointed_layers_and_router_losses():
 
 
 def test_the_head_is_called_as_a_module():
-    """With hooks on it, as accelerate's and FSDP's are; no call has more than a piece."""
+    """Hooks of the head, such as accelerate's and FSDP's, run for each piece."""
     model, (inputs, labels) = DENSE.make_small().train(), labelled(DENSE)
     expected = loss_and_gradients(model, inputs, labels=labels)
     seen = []
@@ -184,7 +184,7 @@ def test_one_graph(monkeypatch):
 
 
 class Bytes(TorchDispatchMode):
-    """The most bytes of tensors that were alive together, of those made inside."""
+    """Records the largest number of bytes of tensors that were alive together, of those made in the context."""
 
     def __init__(self):
         super().__init__()
@@ -212,7 +212,7 @@ class Freed:
 
 @pytest.mark.slow
 def test_memory_of_scouts_vocabulary(monkeypatch):
-    """4,096 tokens over 202,048 words, a frozen head in bfloat16: 0.6 GB in place of 10, on tensors without memory."""
+    """For 4,096 tokens and a vocabulary of 202,048 the loss takes 0.6 GB in place of 10; counted on fake tensors."""
     monkeypatch.undo()
     most = []
     for by_pieces in (False, True):
@@ -230,7 +230,7 @@ def test_memory_of_scouts_vocabulary(monkeypatch):
     assert most[0] > 9e9 and most[1] < 0.7e9
 
 
-# Who asks
+# When the loss is computed by pieces
 
 
 def test_the_config_asks_for_training(caplog):

@@ -1,4 +1,4 @@
-"""What Mixtral alone has, against transformers' Mixtral: ties of the router, files of experts, positions.
+"""What only Mixtral has, compared with transformers' Mixtral: ties of the router, files of experts, positions.
 
 Logits, losses and gradients are in `test_parity.py`, heads in `test_classification.py`.
 """
@@ -26,7 +26,7 @@ def pair(folder, **overrides):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_ties_and_near_ties_go_stocks_way(dtype, monkeypatch):
-    """Experts that share a weight tie exactly, and in 16 bits most others nearly do."""
+    """Experts with equal router weights tie exactly, and in 16 bits most others nearly tie: the choice is stock's."""
     from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 
     from llamoe.modeling.moe import Router
@@ -41,7 +41,7 @@ def test_ties_and_near_ties_go_stocks_way(dtype, monkeypatch):
         router.weight.data.copy_(weight)
         router.to(dtype)
     if rows_of_torch(dtype) is not None:
-        # Without instructions for it ours multiplies in float32, and so must stock.
+        # On a processor without instructions for the dtype our product is in float32, and so must stock's be.
         def linear(x, weight, bias=None, original=F.linear):
             return original(x.float(), weight.float(), bias).to(x.dtype)
 
@@ -55,7 +55,7 @@ def test_folders_go_both_ways_bit_for_bit(layout, tmp_path):
     stock, ours = pair(tmp_path / "stock")
     ours.save_pretrained(tmp_path / "ours", layout=layout)
     given, written = (load_file(tmp_path / name / "model.safetensors") for name in ("stock", "ours"))
-    # Ours are fused, as in the model.
+    # Files in our layout have fused experts, as the model has.
     expected = given if layout == "stock" else ours.state_dict()
     assert "model.layers.0.block_sparse_moe.experts.4.w2.weight" in given
     assert written.keys() == expected.keys()
@@ -63,7 +63,7 @@ def test_folders_go_both_ways_bit_for_bit(layout, tmp_path):
     reader = MixtralForCausalLM if layout == "stock" else LlamoeMixtralForCausalLM
     again = load_whole(reader, tmp_path / "ours")
     assert torch.equal(again(IDS).logits, (stock if layout == "stock" else ours)(IDS).logits)
-    # Stock's files are un-fused, whatever files the model came from.
+    # Files in stock's layout have experts one by one, whatever was loaded.
     if layout == "llamoe":
         again.save_pretrained(tmp_path / "again", layout="stock")
         written = load_file(tmp_path / "again/model.safetensors")
@@ -72,7 +72,7 @@ def test_folders_go_both_ways_bit_for_bit(layout, tmp_path):
 
 
 def test_experts_are_fused_in_place(tmp_path, monkeypatch):
-    """transformers' operations would copy the matrices of gate and up three times."""
+    """Experts are copied once while they are fused; transformers' operations would copy gate and up three times."""
     stock = stock_model(MixtralForCausalLM, stock_mixtral_config())
     stock.save_pretrained(tmp_path)
     monkeypatch.setattr(MergeModulelist, "convert", lambda *_, **__: pytest.fail("stacked by transformers"))

@@ -1,4 +1,4 @@
-"""One harness for all model classes: each test runs on every class that has what it tests, made from a tiny config."""
+"""Tests of all model classes: each runs on every class to which it applies, made from a tiny config."""
 
 import copy
 import pickle
@@ -51,7 +51,7 @@ def pickled(model):
 def test_copies_are_equal_and_independent(case, how):
     model, inputs = case.make(), case.inputs()
     expected = run(model, **inputs)
-    getattr(model, "model", None)  # a view that was made already must not be shared with the copy
+    getattr(model, "model", None)  # make the `LlamoeModel` of the head, which the copy must not share
     other = how(model)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -61,7 +61,7 @@ def test_copies_are_equal_and_independent(case, how):
 
 @for_models(models=SHALLOW_MODELS)
 def test_meta_construction_leaves_no_buffer_wrong(case):
-    """`to_empty` is how FSDP and others fill a model made on the meta device; its buffers then hold anything."""
+    """FSDP makes models on the meta device and fills them by `to_empty`, after which buffers may have any values."""
     model, inputs = case.make(), case.inputs()
     with torch.device("meta"):
         other = case.model_class(case.make_config())
@@ -97,7 +97,7 @@ def test_forward_changes_no_input(case):
     model, inputs = case.make(), case.inputs()
     given, expected = copy.deepcopy(inputs), run(model, **inputs)
     assert all(torch.equal(inputs[name], given[name]) for name in given)
-    if case.is_text:  # any number but zero shows a token
+    if case.is_text:  # any number but zero marks a token
         inputs["attention_mask"] = 2 * inputs["attention_mask"]
         assert torch.equal(run(model, **inputs), expected)
 
@@ -120,14 +120,14 @@ def test_checkpointing_keeps_the_gradients(case, reentrant):
         layer.input_layernorm.register_forward_hook(lambda *_: calls.append(1))
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     assert_same_gradients(gradients(case, model), expected)
-    # Computed again in the backward pass; else nothing was saved.
+    # Each layer runs again in backward, or checkpointing saves no memory.
     assert len(calls) == 2 * len(layers)
 
 
 @for_models("is_head", "has_experts", models=SHALLOW_MODELS)
 @pytest.mark.parametrize("reentrant", [False, True], ids=["plain", "reentrant"])
 def test_checkpointing_keeps_or_refuses_router_loss(case, reentrant):
-    """Reentrant checkpointing records router logits without a graph: the loss would show a term that trains nothing."""
+    """Under reentrant checkpointing router logits have no graph: router losses would train nothing, and are refused."""
     model = case.make(router_aux_loss_coef=3.0).train()
     expected = gradients(case, model, output_router_logits=True)
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
@@ -140,7 +140,7 @@ def test_checkpointing_keeps_or_refuses_router_loss(case, reentrant):
 
 @for_models("is_text", models=SHALLOW_MODELS)
 def test_no_cached_token_is_lost_under_checkpointing(case):
-    """Where gradients are computed layers get no cache, as stock's; then there may be nothing in it."""
+    """With gradients and checkpointing layers get no cache, as in stock, so a cache with tokens is refused."""
     model, past = case.make().train(), DynamicCache()
     ids = case.inputs(padding=(0,))["input_ids"]
     expected = run(model, input_ids=ids)

@@ -1,4 +1,4 @@
-"""Models against transformers' Llama, Mixtral and Llama 4: a stock folder, loaded by path, gives its numbers."""
+"""Compare models, loaded from stock folders, with transformers' Llama, Mixtral and Llama 4."""
 
 import functools
 from collections.abc import Callable
@@ -37,7 +37,7 @@ import llamoe
 from llamoe.modeling.moe.layer import MixtureOfExperts
 
 BACKENDS = ["llamoe", "eager", "grouped_mm", "batched_mm"]
-# More than three attention chunks or windows of 16 tokens, and six steps of the temperature (floor_scale is 8).
+# Tokens: more than three chunks or windows of 16, and six steps of the temperature (floor_scale is 8).
 LENGTH = 53
 
 SCOUT_ROPE = dict(
@@ -48,7 +48,7 @@ SCOUT_ROPE = dict(
     low_freq_factor=1.0,
     high_freq_factor=1.0,
 )
-# Everywhere 6 * 20 channels of the heads are not the 72 of the residual stream, unless the head follows from it.
+# Except with a derived head_dim, six heads of 20 channels are more than hidden_size, 72.
 DENSE = {
     "gqa": dict(),
     "mha": dict(num_key_value_heads=6),
@@ -66,7 +66,7 @@ MIXTRAL = {
     "mha-tied": dict(num_key_value_heads=6, tie_word_embeddings=True),
     "gelu-aligned": dict(hidden_act="gelu", intermediate_size=56, head_dim=None),
 }
-# Unless said otherwise: five layers, the second and fourth are mixtures, the fourth is free of positions.
+# By default there are five layers; the second and fourth are mixtures, and the fourth has no positions.
 LLAMA4 = {
     "moe-every-second": dict(),
     "moe-every": dict(interleave_moe_layer_step=1),
@@ -89,7 +89,7 @@ LLAMA4 = {
     "mqa": dict(num_key_value_heads=1),
     "tied": dict(tie_word_embeddings=True),
 }
-# Of one model with pictures, rows of a batch: n is a run of n text tokens, -n an image of n tiles.
+# Rows of a batch for the multimodal model: n means n text tokens, -n an image of n tiles.
 PROMPTS = {
     "text-only": [[50], [31]],
     "one-image": [[7, -1, 40]],
@@ -102,10 +102,10 @@ BEGIN_IMAGE, END_IMAGE, BETWEEN_TILES = 97, 98, 96
 
 
 def check_bfloat16_errors(given, expected, reference, names: tuple[str, str], record_parity) -> None:
-    """Our bfloat16 logits may be at most twice as far from the float32 ones as stock's bfloat16 logits are.
+    """Check that the errors of our bfloat16 logits are at most twice those of stock's; `reference` is in float32.
 
-    With a mixture both must have sent each token to the same experts (`routing`): the largest and the root mean square
-    errors are ruled by the few tokens that float32 sends to others. The median over the tokens is free of those.
+    In a mixture ours and stock must have sent each token to the same experts (`routing`). In float32 a few tokens go to
+    other experts; their errors rule the largest and the root mean square error, but not the median over tokens.
     """
     assert given.dtype == expected.dtype == torch.bfloat16
     measures = {
@@ -121,7 +121,7 @@ def check_bfloat16_errors(given, expected, reference, names: tuple[str, str], re
 
 
 def record_calls(modules: dict) -> dict:
-    """First argument and result of each module's latest call."""
+    """Return a dict that hooks fill with the first argument and the result of each module's latest call."""
     calls = {}
     for key, module in modules.items():
         module.register_forward_hook(
@@ -131,16 +131,16 @@ def record_calls(modules: dict) -> dict:
 
 
 def blocks_of(model) -> dict:
-    """The mixtures of a Llama 4 by layer, stock's or ours; none of other families."""
+    """Return the mixtures of a Llama 4, stock's or ours, by layer; an empty dict for other families."""
     text = getattr(model, "language_model", model)
     return mixtures(text) if text.config.model_type in ("llama4_text", "llamoe_text") else {}
 
 
 def check_router_logits(given, expected) -> None:
-    """Two passes in bfloat16 whose tokens went to the same experts: each mixture's logits `[T, E]` differ by rounding.
+    """Check that two models in bfloat16, with tokens at the same experts, have router logits `[T, E]` that are close.
 
-    Errors of two implementations add up over the layers before, in another order on each processor; measured are up to
-    0.014 of the logits' root mean square, and 1.4 is what has nothing in common.
+    Rounding errors of the layers before add up, differently on each processor: up to 0.014 of the logits' root mean
+    square is measured. Unrelated logits would differ by 1.4 of it.
     """
     for logits, its_logits in zip(given, expected, strict=True):
         assert rms(logits.float() - its_logits.float()) < 0.06 * rms(its_logits.float())
@@ -170,13 +170,13 @@ FAMILIES = {
 
 
 def over(**kinds):
-    """Parametrise over kinds of each family: lists of their names, or all of them."""
+    """Parametrize over these kinds of models of each family; None means all kinds."""
     cases = [(family, kind) for family, names in kinds.items() for kind in (names or FAMILIES[family].kinds)]
     return pytest.mark.parametrize(("family", "kind"), cases, ids=str)
 
 
 def over_in_turn(**kinds):
-    """Likewise, with the implementations of attention in turn."""
+    """Parametrize as `over` does, with "eager" and "sdpa" attention in turn."""
     cases = [(family, kind) for family, names in kinds.items() for kind in names]
     cases = [(*case, attention) for case, attention in in_turn(cases, ["eager", "sdpa"])]
     return pytest.mark.parametrize(("family", "kind", "attention"), cases, ids=str)
@@ -184,7 +184,7 @@ def over_in_turn(**kinds):
 
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory):
-    """Gives stock with asymmetric weights, and ours read from its folder; built once, and only read."""
+    """Return a function to stock's model, ours loaded from its folder, and the folder; tests change none of them."""
 
     @functools.cache
     def folder_of(family, kind, exact):
@@ -210,7 +210,7 @@ def ids(length=LENGTH, rows=2):
 
 
 def prompt(name):
-    """Token ids with padding on the right, mask and tiles, as the processor would make them."""
+    """Return token ids with padding on the right, mask and tiles, as the processor makes them."""
     generator = torch.Generator().manual_seed(2)
     tile = [IMAGE_TOKEN] * TOKENS_PER_TILE
     rows, num_tiles = [], 0
@@ -228,14 +228,14 @@ def prompt(name):
     inputs = dict(input_ids=tokens, attention_mask=(tokens != 0).long())
     if num_tiles:
         size = VISION["image_size"]
-        # A slope over the picture, so that no two places of a tile, nor two tiles, look alike.
+        # Values rise over the tiles, so that no two parts of a tile, nor two tiles, are alike.
         slope = torch.linspace(-1, 1, num_tiles * 3 * size * size).view(num_tiles, 3, size, size)
         inputs["pixel_values"] = slope + torch.randn(num_tiles, 3, size, size, generator=generator)
     return inputs
 
 
 def inputs_of(family, kind=None):
-    """Mixtral's have padding on the left, behind which the others of stock number positions otherwise."""
+    """Return inputs; Mixtral's have padding on the left, to which stock's other families give other positions."""
     if family == "multimodal":
         return prompt(kind)
     mask = torch.ones_like(ids())
@@ -246,7 +246,7 @@ def inputs_of(family, kind=None):
 
 def test_every_scaling_type_of_transformers_is_tried():
     tried = {ROPES[name].get("rope_type", name) for name in ROPES}
-    # "default" is not in the table: it is the type without scaling.
+    # transformers' table lacks "default", the type without scaling.
     assert tried == {*ROPE_INIT_FUNCTIONS, "default"}
 
 
@@ -270,12 +270,12 @@ def test_logits_states_and_routing(family, kind, attention, pairs, record_parity
     layers = config.num_hidden_layers
     assert len(given.hidden_states) == len(expected.hidden_states) == layers + 1
     for mine, its in zip(given.hidden_states, expected.hidden_states, strict=True):
-        assert max_abs(mine[real], its[real]) <= 1e-4  # values of a deviation of about 1 to 3
+        assert max_abs(mine[real], its[real]) <= 1e-4  # values have a deviation of about 1 to 3
     if attention == "eager":
         assert len(given.attentions) == len(expected.attentions) == layers
         for mine, its in zip(given.attentions, expected.attentions, strict=True):
             seen = real[:, None, :, None].expand_as(its)
-            assert mine.shape == its.shape and max_abs(mine[seen], its[seen]) <= 1e-5  # at most 1
+            assert mine.shape == its.shape and max_abs(mine[seen], its[seen]) <= 1e-5  # values are at most 1
     if family == "dense":
         return
     if family == "multimodal":
@@ -296,7 +296,7 @@ def test_logits_states_and_routing(family, kind, attention, pairs, record_parity
 
 
 def check_pictures(stock, ours, inputs, given, record_parity):
-    """Their tokens are stock's, and are seen: without them the logits are others."""
+    """Check that features of pictures are stock's, and that logits depend on them."""
     pixels = inputs.get("pixel_values")
     if pixels is None:
         assert given.image_hidden_states is None
@@ -316,8 +316,8 @@ def check_pictures(stock, ours, inputs, given, record_parity):
 @over(dense=ROPES, llama4=ROPES)
 def test_rope_scaling(family, kind, pairs, record_parity):
     stock, ours, _ = pairs(family, kind, "eager" if family == "dense" else "sdpa")
-    unscaled = 10000.0 ** (-torch.arange(10) / 10)  # of 20 channels
-    # Twice the short pass: `dynamic` and `longrope` keep frequencies of the pass before, and have to return.
+    unscaled = 10000.0 ** (-torch.arange(10) / 10)  # frequencies of 20 channels
+    # The last input is short again: `dynamic` and `longrope` must take back the frequencies of the long one.
     frequencies = []
     for length in (20, LENGTH, 20):
         expected, given = stock(ids(length)).logits, ours(ids(length)).logits
@@ -344,15 +344,15 @@ def test_rope_scaling(family, kind, pairs, record_parity):
     multimodal=["text-only", "several-tiles", "rows-without-an-image"],
 )
 def test_bfloat16(family, kind, attention, pairs, record_parity):
-    """With every backend of experts that takes their sizes."""
+    """Errors are like stock's with each experts implementation that takes the sizes."""
     known = FAMILIES[family]
     reference_model, _, folder = pairs(family, kind, attention, exact=True)
     options = dict(attn_implementation=attention, dtype=torch.bfloat16)
     ours = load_whole(getattr(llamoe, known.name), folder, **options)
-    # Stock's grouped product takes no rows of 52.
+    # Stock's grouped product does not take rows of 52 numbers.
     eager = {"experts_implementation": "eager"} if family == "mixtral" else {}
     stock = load_whole(getattr(transformers, known.stock_name), folder, **options, **eager)
-    # A few tokens go to other experts than in float32, by chance more of ours or of stock's in few rows.
+    # Mixtures get 12 rows: a few tokens go to other experts than in float32, by chance more of ours or of stock's.
     inputs = (
         prompt(kind) if family == "multimodal" else {"input_ids": ids(rows=2 if family == "dense" else 12)}
     )
@@ -378,19 +378,19 @@ def test_bfloat16(family, kind, attention, pairs, record_parity):
 
 
 def backends_for(family, kind):
-    """Rows of 52 in bfloat16 are not multiples of 16 bytes, which the grouped product asks for."""
+    """Return the experts implementations that take a kind's sizes: grouped products need rows of 16-byte multiples."""
     if family == "dense":
         return [None]
     return BACKENDS if kind == "aligned" else [name for name in BACKENDS if name != "grouped_mm"]
 
 
 def check_blocks(blocks, calls) -> None:
-    """The very same bfloat16 input: the router's logits, its choice by equal logits, and the output."""
+    """Check mixtures on the same bfloat16 input: router logits, the experts chosen by equal logits, and outputs."""
     assert blocks.keys() == calls.keys()
     for i, (hidden_states, (its_output, its_logits)) in calls.items():
         tokens, router = hidden_states.flatten(0, 1), blocks[i].router
         logits, _, _ = router(tokens)
-        # Sums in float32 in two orders, rounded once.
+        # Sums in float32, in two orders, are rounded once.
         assert ((logits - its_logits).abs() <= 2**-7 * its_logits.abs() + 1e-5).all()
         _, chosen = router.choose(its_logits)
         assert torch.equal(chosen.sort(-1).values, choices(its_logits, router.top_k))
@@ -399,7 +399,7 @@ def check_blocks(blocks, calls) -> None:
 
 
 def test_only_chosen_experts_are_computed():
-    """Multiplications of a mixture, counted: 13 experts and the shared one in stock, one and the shared one here."""
+    """For a token stock multiplies by 13 experts and the shared one, ours by one expert and the shared one."""
     sizes = dict(num_local_experts=13, num_experts_per_tok=1)
     stock, ours = Llama4TextMoe(stock_text_config(**sizes)), MixtureOfExperts(text_config(**sizes))
     ours.load_state_dict(make_asymmetric(stock).state_dict())

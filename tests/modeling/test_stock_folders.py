@@ -1,4 +1,4 @@
-"""Stock folders as people have them: keys that no class reads, fewer layers than stored, names of wrappers."""
+"""Stock folders as users have them: with unused keys, loaded with fewer layers, or with prefixes of wrappers."""
 
 import json
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ HALF = ["sliding_attention", "full_attention", "full_attention"]
 
 @dataclass(frozen=True)
 class Family:
-    """Stock's class and ours, a tiny config, and values that ours would compute otherwise with."""
+    """Stock's class and ours, a tiny config, and keys that stock ignores, but our config could misread as its own."""
 
     stock: str
     ours: str
@@ -43,17 +43,18 @@ class Family:
         return AutoModelForImageTextToText if "Conditional" in self.stock else AutoModelForCausalLM
 
 
-# Names of methods and properties of our classes.
+# Names of methods and properties of our classes, and an entry that transformers reads only with scaled rotation.
 NAMES = dict(
     stock_type="llama",
     layer_plan=1,
     attention_types=HALF,
     _rotary_multiple=4,
     validate=False,
+    partial_rotary_factor=0.5,
     rope_interleave=True,
 )
 MIXTURE = dict(router_name="router", experts_are_output_first=1, pools_router_losses=2)
-# Neither class has them: kept, as stock keeps them.
+# Neither class has these fields; both keep them in the config.
 KEPT = dict(use_sliding_window=False, _has_experts=True)
 ROUTING = dict(router_score_function="softmax", apply_router_weight_on_input=False, router_balancing="bias")
 WINDOW = dict(**DENSE, sliding_window=8)
@@ -120,7 +121,7 @@ FAMILIES = {
             text_config=dict(NAMES, **MIXTURE, **ROUTING, use_shared_expert=False, rope_interleave=False),
             vision_config=dict(
                 use_rope=False, use_post_layernorm=False, attention_bias=False, vision_feature_layer=-2,
-                validate=False, grid_size=7, tokens_per_tile=9,
+                validate=False, grid_size=7, tokens_per_tile=9, partial_rotary_factor=0.5,
             ),
         ),
     ),
@@ -130,7 +131,7 @@ families = pytest.mark.parametrize("kind", FAMILIES)
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """A folder of stock's for each family."""
+    """Return a folder with a stock folder for each family."""
     place = tmp_path_factory.mktemp("stock")
     for kind, family in FAMILIES.items():
         stock_model(getattr(transformers, family.stock), family.config()).save_pretrained(place / kind)
@@ -139,7 +140,7 @@ def folders(tmp_path_factory):
 
 @torch.no_grad()
 def logits(model, pictures: bool = True):
-    """Of a row, with a picture where the model reads them."""
+    """Return the logits of one row, with a picture if the model takes pictures."""
     ids, more = 1 + torch.arange(LENGTH)[None] * 7 % 90, {}
     if pictures and model.config.model_type in ("llama4", "llamoe"):
         ids[0, 2 : 2 + TOKENS_PER_TILE] = IMAGE_TOKEN
@@ -148,7 +149,7 @@ def logits(model, pictures: bool = True):
 
 
 def change(folder, target, more: dict) -> None:
-    """Link a folder's weights into another, with more in its config.json."""
+    """Make a folder with a link to another folder's weights, and its config.json with more keys."""
     target.mkdir()
     (target / "model.safetensors").symlink_to(folder / "model.safetensors")
     content = json.loads((folder / "config.json").read_text())
@@ -158,7 +159,7 @@ def change(folder, target, more: dict) -> None:
 
 
 def configs_of(ours, folder):
-    """What our class makes of a folder's config.json, in each way that it can come in."""
+    """Return our config of a folder, made in each possible way."""
     content = json.loads((folder / "config.json").read_text())
     config = AutoConfig.from_pretrained(folder)
     return [
@@ -192,7 +193,7 @@ def test_what_the_stock_class_does_not_read_changes_nothing(kind, folders, tmp_p
 
 
 def test_layer_types_of_a_mistral(folders, tmp_path):
-    """AutoConfig takes such a file for Ministral's; Mistral's own class does not read them."""
+    """With `layer_types` AutoConfig takes a Mistral for Ministral; so does our class."""
     change(folders / "mistral", tmp_path / "in", {"layer_types": HALF})
     ours, stock = llamoe.LlamoeDenseForCausalLM, transformers.MistralForCausalLM
     expected = logits(AutoModelForCausalLM.from_pretrained(tmp_path / "in"))
@@ -242,7 +243,7 @@ def test_other_layers_are_written_as_the_type_that_has_them(folders):
     config = llamoe.LlamoeDenseConfig.from_pretrained(
         folders / "ministral", sliding_window=None, layer_types=None
     )
-    # Stock's Ministral needs a number.
+    # Without a window this is a Llama: stock's Ministral needs one.
     assert to_stock(config)["model_type"] == "llama"
     with pytest.raises(ValueError, match="read_from = 'mixtral': no such choice"):
         llamoe.LlamoeDenseConfig(read_from="mixtral")
@@ -269,7 +270,7 @@ def test_a_window_that_no_layer_has_may_be_any(window):
         stock = transformers.MinistralConfig(**DENSE | dict(sliding_window=window, layer_types=kinds))
         assert llamoe.from_stock(stock).layer_types == kinds
         for config in (transformers.MistralConfig(**WINDOW), stock_mixtral_config()):
-            # Stock's own attentions differ from each other there, and its caches raise.
+            # With such a window stock's attention implementations disagree, and its caches raise errors.
             config.sliding_window = window
             with pytest.raises(ValueError, match=f"sliding_window = {window}: must be positive"):
                 llamoe.from_stock(config)
@@ -277,7 +278,7 @@ def test_a_window_that_no_layer_has_may_be_any(window):
 
 @pytest.mark.parametrize("kind", ["ministral", "mixtral", "llama4_text", "llama4"])
 def test_the_first_layers_of_a_folder(kind, folders, tmp_path):
-    """Their number is assigned; what a keyword does to lists is in the tests of configurations."""
+    """A lower number of layers, set in the config, loads the first layers of a folder, as in stock."""
     family = FAMILIES[kind]
     ours = getattr(llamoe, family.ours)
 
@@ -304,7 +305,7 @@ def test_the_first_layers_of_a_folder(kind, folders, tmp_path):
     ],
 )
 def test_a_wrapper_before_all_names_is_named(kind, prefix, folders, tmp_path):
-    """Stock draws all weights anew then, and warns; not even a config.json without a class may lead to that."""
+    """A prefix before all names is an error, also without a class in config.json; stock initializes all weights."""
     family, folder = FAMILIES[kind], tmp_path / "in"
     ours = getattr(llamoe, family.ours)
     change(folders / kind, folder, {"architectures": None})

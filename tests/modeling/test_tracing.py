@@ -1,7 +1,7 @@
-"""Traces and graphs are right for other tokens than the example's: no routing, padding or length is written down.
+"""Traces and graphs are right for other tokens than the example's: they contain no routing, padding or length.
 
-`torch.jit.trace`, `make_fx`, `torch.export` and `torch.compile` follow Python with example inputs. A loop over the
-experts that these were sent to would be repeated for every other input, in silence.
+`torch.jit.trace`, `make_fx`, `torch.export` and `torch.compile` run Python with an example. A loop over the experts
+that the example's tokens chose would become a part of the program, and be wrong for other inputs in silence.
 """
 
 import pytest
@@ -20,11 +20,11 @@ from llamoe.modeling.moe.layer import MixtureOfExperts
 pytestmark = pytest.mark.slow
 
 CASES = {case.name: case for case in MODELS}
-# Models without a head are in the traces of those with one.
+# The traces of models with a head contain the models without one.
 TRACED = [case for case in MODELS if case.is_head or not case.is_text]
-# Sums in another order.
+# Sums are in another order.
 TOLERANCE = 1e-5
-# Every warning of the tracer that a value is read: checks of inputs, whose outcome is not used.
+# The tracer warns of each value that Python reads; here only checks of inputs do.
 quietly = pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 
 
@@ -55,7 +55,7 @@ def made_of_fakes(block, example):
 
 
 FOR_ANY_NUMBER = (traced, exported, compiled)
-# A path, sizes, experts a token.
+# Experts implementation, sizes, experts per token.
 PATHS = [
     ("llamoe", "odd", 1),
     ("llamoe", "aligned", 2),
@@ -107,7 +107,7 @@ def test_a_trace_with_gradients_is_right_for_other_tokens(trace):
 
 
 class Call(torch.nn.Module):
-    """A model called by position, with one tensor as its output, as tracers want it."""
+    """Calls a model with positional arguments and returns one tensor, as tracers need it."""
 
     def __init__(self, model, names):
         super().__init__()
@@ -123,7 +123,7 @@ class Call(torch.nn.Module):
     ("case", "attention"), in_turn(TRACED, ["eager", "sdpa"]), ids=lambda value: getattr(value, "name", value)
 )
 def test_a_traced_model_is_right_for_other_inputs(case, attention):
-    """Other tokens, paddings, places of pictures and numbers of rows, and, but for pictures, other lengths."""
+    """Outputs are right with other tokens, padding, places of images, numbers of rows, and other lengths of text."""
     overrides = {"intermediate_size": 51} if case.has_experts else {}
     for implementation in ("llamoe", "eager") if case.has_experts else ("llamoe",):
         model = case.make_small(**overrides)
@@ -157,14 +157,14 @@ def exportable_caches():
     _pytree._deregister_pytree_node(DynamicCache)
 
 
-# All layers have windows; one layer has chunks and one has not.
+# In the first all layers have windows; in the second one layer has chunks, one has none.
 LOCAL = [CASES["LlamoeMixtralForCausalLM"], CASES["LlamoeForCausalLM"]]
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("case", LOCAL, ids=lambda case: case.name)
 def test_an_exported_cache_keeps_its_tokens(case, exportable_caches):
-    """A program hands on keys alone: not how many a window has forgotten, by which transformers' caches go wrong."""
+    """A program returns keys and values, but not how many tokens a window has dropped; the cache still works."""
     model = case.make_small(**({} if case.is_llama4 else {"num_hidden_layers": 1}))
     ids = case.inputs(padding=(0, 0))["input_ids"]
     options = {"use_cache": True, "past_key_values": DynamicCache(config=model.config)}

@@ -1,4 +1,4 @@
-"""`Trainer` and the hooks that it and others use: what stock Llama and Llama 4 lose and learn is the reference."""
+"""Training by `Trainer` and by hand, compared with stock Llama and Llama 4: losses, gradients, hooks and autocast."""
 
 from contextlib import nullcontext
 
@@ -28,13 +28,13 @@ ids = {"ids": lambda case: case.name}
 
 
 def pair(case, **text):
-    """Ours and stock's model with the same weights."""
+    """Return our model and stock's with the same weights."""
     ours = case.make_small(**text)
     return ours, case.stock_of(ours)
 
 
 def rows(case, count=8, length=19, seed=2):
-    """Examples without padding, which stock Llama 4 numbers otherwise; each has labels on another part of it."""
+    """Return examples with labels on different parts; without padding, to which stock Llama 4 gives other positions."""
     generator = torch.Generator().manual_seed(seed)
     inputs = case.inputs(padding=(0,) * 3, length=length)
     examples = []
@@ -86,7 +86,7 @@ def losses_of(trainer, **options):
     ids=lambda value: getattr(value, "name", value),
 )
 def test_a_resumed_training_equals_one_that_was_not_stopped(case, is_adapted, tmp_path):
-    """Resumed by a model of other weights: all that it knows is from the checkpoint."""
+    """The model that resumes begins with other weights, so all that it has comes from the checkpoint."""
 
     def make(seed):
         model = case.make_small(seed=0 if is_adapted else seed)
@@ -103,7 +103,7 @@ def test_a_resumed_training_equals_one_that_was_not_stopped(case, is_adapted, tm
 
 @pytest.mark.parametrize("case", HEADS, **ids)
 def test_label_smoothing_predicts_the_next_token(case, tmp_path):
-    """Trainer knows by the model's class name whether to shift; without it it would train to repeat the input."""
+    """Trainer shifts labels for class names that it knows; otherwise a model would learn to repeat its input."""
     model, examples = case.make_small(), rows(case, count=2)
     if case.has_experts:
         model.config.get_text_config().router_z_loss_coef = 0.3
@@ -112,7 +112,7 @@ def test_label_smoothing_predicts_the_next_token(case, tmp_path):
     logits = run(model, **batch)[:, :-1].flatten(0, 1)
     expected = torch.nn.functional.cross_entropy(logits, labels.flatten(), label_smoothing=0.2)
     trainer = trainer_of(model, tmp_path, examples, label_smoothing_factor=0.2)
-    # The loss is Trainer's own, which the router's part does not reach.
+    # Trainer computes the loss itself, without router losses.
     with pytest.warns(UserWarning, match="router_z_loss_coef") if case.has_experts else nullcontext():
         losses = losses_of(trainer)
     assert losses == [pytest.approx(expected.item(), rel=1e-4)]
@@ -120,7 +120,7 @@ def test_label_smoothing_predicts_the_next_token(case, tmp_path):
 
 @pytest.mark.parametrize("case", [DENSE, MIXTRAL, MULTIMODAL], **ids)
 def test_evaluation_gives_logits_and_nothing_beside_them(case, tmp_path):
-    """Router logits, losses and image states are not predictions, and have no common shape to gather them by."""
+    """Trainer gathers logits alone; router logits, losses and image features are no predictions."""
     model, examples = case.make_small(), rows(case, count=8)
     config = model.config.get_text_config()
     if case.has_experts:
@@ -146,7 +146,7 @@ def test_evaluation_gives_logits_and_nothing_beside_them(case, tmp_path):
     ids=lambda value: getattr(value, "name", value),
 )
 def test_router_losses_do_not_grow_with_pieces(case, name, tmp_path):
-    """Equal pieces have the router losses of the whole; each of them would else add its own in full."""
+    """A batch in equal micro-batches has the router losses of the whole batch, not their sum over micro-batches."""
     example, losses = rows(case, count=1)[0], []
     router = dict(output_router_logits=True, router_aux_loss_coef=0.7, router_z_loss_coef=0.3)
     if "Sequence" in name:
@@ -168,7 +168,7 @@ def test_router_losses_do_not_grow_with_pieces(case, name, tmp_path):
     ids=lambda value: getattr(value, "name", value),
 )
 def test_frozen_layers_pass_gradients_on_to_an_adapter(case, reentrant):
-    """`enable_input_require_grads`: without it reentrant checkpointing would give the adapter no gradient."""
+    """With `enable_input_require_grads` adapters get gradients under reentrant checkpointing, too."""
     model, inputs = case.make_small().train(), case.inputs()
     model.add_adapter(LoraConfig(target_modules="all-linear", exclude_modules=[], init_lora_weights=False))
     expected = loss_and_gradients(model, inputs)
@@ -200,8 +200,8 @@ def under_autocast(model, batch):
     ids=lambda value: getattr(value, "name", value),
 )
 def test_bfloat16_autocast_errs_as_stock_does(case, implementation):
-    """Float32 weights; each side against itself without autocast. No router has a choice that rounding could flip."""
-    # Multiples of 8, which `grouped_mm` needs in bfloat16.
+    """Errors under autocast, with float32 weights, are like stock's; tokens take all experts, so no choice can flip."""
+    # `grouped_mm` needs multiples of 8 in bfloat16.
     sizes = {"intermediate_size": 56, "num_experts_per_tok": 5} if case.has_experts else {}
     ours, stock = pair(case, **sizes)
     if case.has_experts:

@@ -1,6 +1,6 @@
-"""Transforms of `torch.func`: one program for many values, which no check may then read.
+"""Transforms of `torch.func`, under which no check can read values.
 
-`vmap` is given rows one by one, so that each has a loss and gradients of its own; the reference is a loop over them.
+`vmap` computes the loss and gradients of each row; the reference is a loop over rows.
 """
 
 import pytest
@@ -12,12 +12,12 @@ from torch.func import functional_call, grad, vmap
 import llamoe
 
 HEADS = [case for case in MODELS if case.is_head]
-# torch has no rule for batches of its grouped product, and loops over the rows.
+# `vmap` has no rule for torch's grouped product, so it loops over the rows, with this warning.
 pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop")
 
 
 def rows_of(case, length=21):
-    """Rows of which two are padded, with labels where they are not."""
+    """Return three rows, two of them padded, with labels on all but padding."""
     inputs = case.inputs(padding=(5, 0, 17), length=length)
     inputs.pop("pixel_values", None)
     ids, mask = inputs["input_ids"], inputs["attention_mask"]
@@ -26,13 +26,13 @@ def rows_of(case, length=21):
 
 
 def call(model, parameters, inputs, **options):
-    """The output for one row, whose axis of rows `vmap` takes away."""
+    """Return the output for one row, from which `vmap` has taken the axis of rows."""
     inputs = {name: value[None] for name, value in inputs.items()}
     return functional_call(model, parameters, (), {**inputs, "use_cache": False, **options})
 
 
 def check_rows(model, inputs, **options):
-    """Gradients of each row by `vmap` are those of a backward pass for each."""
+    """Check that `vmap` gives each row the gradients of a backward for that row alone."""
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
     by_row = grad(lambda parameters, inputs: call(model, parameters, inputs, **options).loss)
     given = vmap(by_row, in_dims=(None, 0))(parameters, inputs)
@@ -40,7 +40,7 @@ def check_rows(model, inputs, **options):
         model.zero_grad()
         model(**{name: value[row : row + 1] for name, value in inputs.items()}, **options).loss.backward()
         expected = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-        # A bias whose gradient is nothing but rounding has no size of its own.
+        # The gradient of some biases is rounding alone: compare it with the largest gradient.
         floor = max(gradient.abs().max() for gradient in expected.values()) / 100
         for name, gradient in given.items():
             if name not in expected:
@@ -67,7 +67,7 @@ def test_gradients_of_each_row(case, attention):
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @for_models("is_head")
 def test_values_that_are_not_read(case, attention):
-    """Of masks, positions with packed rows, embeddings, and pictures in their places."""
+    """Under `vmap` no values of masks, positions of packed rows, embeddings or image tokens are read."""
     model = case.make_small()
     model.set_attn_implementation(attention)
     inputs = rows_of(case)

@@ -1,4 +1,4 @@
-"""The vision tower against transformers' own Llama 4 tower, and its parts against arithmetic done by hand."""
+"""Compare the vision tower with transformers' Llama 4 tower, and its parts with computations in the tests."""
 
 import copy
 import re
@@ -75,7 +75,7 @@ class TestEqualsStock:
 
 
 class TestCasts:
-    """Rotary angles survive what loses stock's complex buffer."""
+    """Casts do not change rotary angles, which stock keeps in a complex buffer and loses."""
 
     def test_nothing_but_parameters_is_stored(self):
         model = our_tower()
@@ -211,7 +211,7 @@ class TestSwitches:
         check_close(result.pooler_output, expected)
 
     def test_full_keeps_the_class_token_last(self):
-        """Where no adapter folds the patches; open_clip's own numbers are in the tests of conversions."""
+        """Without an adapter, "full" adds the class token after the patches."""
         plain = our_tower(use_adapter=False, projection_dim=24)
         whole = our_tower(plain, use_adapter=False, projection_dim=24, vision_feature_select_strategy="full")
         states, expected = whole(random_tiles()).last_hidden_state, plain(random_tiles())
@@ -231,7 +231,7 @@ class TestModelContract:
         assert torch.equal(model.layernorm_pre.weight, torch.ones(240))
 
     def test_keywords_of_the_text_do_not_reach_the_tower(self):
-        # Packed sequence lengths would make the attention of the patches a different one.
+        # The lengths of packed sequences would change the attention between patches.
         model = our_tower(attn_implementation="eager")
         text = {"cu_seq_lens_q": torch.tensor([0, 3]), "is_causal": True, "position_ids": torch.arange(3)}
         result = model(random_tiles(), **text).last_hidden_state

@@ -251,7 +251,7 @@ DAMAGE = {
     "bias": (put("1.up_proj.bias", 52), r"\.1\.up_proj\.bias belong to experts"),
     "stack, too": (put("down_proj", 3, 52, 72), rf"\.\d\.down_proj\.weight .*{LAYER}\.down_proj"),
     "one of another spelling": (put("up_projs.1.weight", 52, 72), r"\.up_projs\.0\.weight is missing"),
-    "twice": (put("01.up_proj.weight", 52, 72), r"\.1\.up_proj\.weight is missing, or there by two names"),
+    "twice": (put("01.up_proj.weight", 52, 72), r"\.1\.up_proj\.weight is missing, or stored under two names"),
     "missing every down": (lose("0.down", "1.down", "2.down"), rf"weights are missing: {LAYER}\.down_proj"),
 }  # fmt: skip
 
