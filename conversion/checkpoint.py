@@ -123,7 +123,7 @@ def carry_out(plan: Plan, checkpoint: Checkpoint, target: Path, to: str, options
     resumed from a changed source.
     """
     begun = time.monotonic()
-    # st_dev is left out, since it may change when the machine restarts.
+    # The device's number is left out, since it may change when the machine restarts.
     files = [[str(path.absolute()), *stamp_of(path.stat())[:3]] for path in checkpoint.sources]
     plan.identity = {"source": files, "to": to, **plan.identity}
     if not options.dry_run:
