@@ -18,7 +18,7 @@ from ..configuration.base import LlamoeBaseConfig
 from ..configuration.checks import listed
 from ..configuration.errors import CheckpointError
 from ..configuration.json_files import stamp_of
-from ..modeling.checkpoints import check_whole, in_units
+from ..modeling.checkpoints import in_units
 from ..modeling.registration import empty_model
 from .io import LazyTensor, Plan, WriteOptions, one_of, write
 
@@ -123,7 +123,7 @@ def carry_out(plan: Plan, checkpoint: Checkpoint, target: Path, to: str, options
     resumed from a changed source.
     """
     begun = time.monotonic()
-    # st_dev is left out, since it may change when the machine restarts.
+    # The device's number is left out, since it may change when the machine restarts.
     files = [[str(path.absolute()), *stamp_of(path.stat())[:3]] for path in checkpoint.sources]
     plan.identity = {"source": files, "to": to, **plan.identity}
     if not options.dry_run:
@@ -197,19 +197,14 @@ def check_model(
                 f"{tensor.origin}: makes {name} of shape {list(tensor.shape)}, but the configuration has "
                 f"{list(expected[name])}. {_MISMATCH}"
             )
-        check_plain(tensor)
+        if not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
+            raise CheckpointError(
+                f"{tensor.origin}: has dtype {tensor.dtype_name}; weights in float32, float16 or bfloat16 were "
+                "expected. Give the model before it was quantized."
+            )
     if missing := [name for name in expected if name not in tensors]:
         raise CheckpointError(f"{source}: {listed(missing)} missing; the checkpoint is incomplete.")
     return {name: tensors[name] for name in expected}
-
-
-def check_plain(tensor: LazyTensor) -> None:
-    """Raise a `CheckpointError` if a tensor has a dtype that plain weights do not have: integers, 8 bits."""
-    if not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
-        raise CheckpointError(
-            f"{tensor.origin}: has dtype {tensor.dtype_name}; weights in float32, float16 or bfloat16 were "
-            "expected. Give the model before it was quantized."
-        )
 
 
 def tied_head(config: LlamoeBaseConfig) -> dict[str, str]:
@@ -239,10 +234,3 @@ def tie_heads(config: LlamoeBaseConfig, tensors: dict[str, LazyTensor]) -> dict[
             if embedding in tensors:
                 tensors[embedding] = one_of([tensors[embedding], stored], why)
     return dropped
-
-
-def check_source(path: Path) -> None:
-    """Raise a `CheckpointError` if a path does not exist, or is a target that was left unfinished."""
-    if not path.exists():
-        raise CheckpointError(f"{path}: no such file or folder.")
-    check_whole(path)

@@ -50,7 +50,7 @@ _SIZES = (
     "projector_output_dim",
 )  # fmt: skip
 _OF_EXPERTS = ("num_local_experts", "num_experts_per_tok", "interleave_moe_layer_step")
-# Names of weight files, and of the indexes of several.
+# Endings of weight files, and of the index of several files.
 _WEIGHTS = re.compile(r"\.(safetensors|bin|pth|pt)(\.index\.json)?$")
 
 

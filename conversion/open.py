@@ -13,8 +13,8 @@ from ..configuration import (
 )
 from ..configuration.base import LlamoeBaseConfig
 from ..configuration.errors import CheckpointError
-from ..modeling.checkpoints import find_weights
-from .checkpoint import Checkpoint, check_source, take_part
+from ..modeling.checkpoints import check_whole, find_weights
+from .checkpoint import Checkpoint, take_part
 from .clip import open_clip, open_open_clip, tower_companions, tower_kind
 from .hf import in_words, open_hf
 from .io import check_apart, check_target
@@ -46,7 +46,9 @@ def open_checkpoint(
         ValueError: `model` is given for a checkpoint that describes itself, or missing for one that does not.
     """
     path = Path(path)
-    check_source(path)
+    if not path.exists():
+        raise CheckpointError(f"{path}: no such file or folder.")
+    check_whole(path)
     if path.suffix == ".gguf":
         try:
             from .gguf import open_gguf

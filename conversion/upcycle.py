@@ -242,7 +242,10 @@ def _with_config(config: MixtureConfig, dense: Checkpoint, mixture: Mixture | No
             # Without a shared expert, the dense feed-forward is only in the routed experts.
             if is_moe and not config.use_shared_expert and match[2].startswith("mlp."):
                 continue
-            key = f"model.layers.{match[1]}.{_rename(match[2], is_moe, config)}"
+            feed_forward = (
+                f"{config.feed_forward_name}.shared_expert." if is_moe else f"{config.feed_forward_name}."
+            )
+            key = f"model.layers.{match[1]}.{re.sub(r'^mlp[.]', feed_forward, match[2])}"
             if dense.config.rope_interleave != config.rope_interleave:
                 tensor = _reorder(match[2], tensor, config)
         tensors[key] = tensor
@@ -252,11 +255,6 @@ def _with_config(config: MixtureConfig, dense: Checkpoint, mixture: Mixture | No
         name = f"model.layers.{index}.{config.feed_forward_name}"
         tensors.update(mixture.tensors(name, matrices, config))
     return replace(dense, config=config, tensors=tensors)
-
-
-def _rename(rest: str, is_moe: bool, config: MixtureConfig) -> str:
-    prefix = f"{config.feed_forward_name}.{'shared_expert.' if is_moe else ''}"
-    return prefix + rest.removeprefix("mlp.") if rest.startswith("mlp.") else rest
 
 
 def _reorder(rest: str, tensor: LazyTensor, config: MixtureConfig) -> LazyTensor:

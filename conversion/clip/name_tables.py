@@ -35,22 +35,6 @@ def _pairs(source: str, target: str) -> list[Row]:
 _THIRDS = FusedRows(lambda sizes: [1, 1, 1])
 _TEXT = "part of the text tower, which an image encoder does not need"
 _SCALE = "scales only the contrastive loss"
-OPEN_CLIP_DROPS = [
-    *(
-        Drop(pattern, _TEXT)
-        for pattern in "text.* transformer.resblocks.* token_embedding.* positional_embedding ln_final.* "
-        "text_projection* attn_mask".split()
-    ),
-    Drop("logit_scale", _SCALE),
-    Drop("logit_bias", _SCALE),
-]
-CLIP_DROPS = [
-    Drop("text_model.*", _TEXT),
-    Drop("text_projection.*", _TEXT),
-    Drop("logit_scale", _SCALE),
-    Drop("vision_model.embeddings.position_ids", "a buffer that counts the positions"),
-]
-
 _OURS = "model.layers.{i}"
 _PROJECTIONS = tuple(f"{_OURS}.self_attn.{name}_proj" for name in "qkv")
 
@@ -71,7 +55,13 @@ OPEN_CLIP = [
     *_pairs(f"{_BLOCK}.mlp.c_proj", f"{_OURS}.mlp.fc2"),
     *_pairs("visual.ln_post", "layernorm_post"),
     Row("visual.proj", "visual_projection.weight", TRANSPOSED),
-    *OPEN_CLIP_DROPS,
+    *(
+        Drop(pattern, _TEXT)
+        for pattern in "text.* transformer.resblocks.* token_embedding.* positional_embedding ln_final.* "
+        "text_projection* attn_mask".split()
+    ),
+    Drop("logit_scale", _SCALE),
+    Drop("logit_bias", _SCALE),
 ]
 
 _LAYER = "vision_model.encoder.layers.{i}"
@@ -93,5 +83,8 @@ CLIP = [
     *_pairs(f"{_LAYER}.mlp.fc2", f"{_OURS}.mlp.fc2"),
     *_pairs("vision_model.post_layernorm", "layernorm_post"),
     Row("visual_projection.weight", "visual_projection.weight"),
-    *CLIP_DROPS,
+    Drop("text_model.*", _TEXT),
+    Drop("text_projection.*", _TEXT),
+    Drop("logit_scale", _SCALE),
+    Drop("vision_model.embeddings.position_ids", "a buffer that counts the positions"),
 ]

@@ -42,7 +42,7 @@ class Params:
         return cls(_without_nulls(content), origin)
 
     def completed(self, **entries: Any) -> "Params":
-        """Return a copy with more entries, or with others in place of its own; None changes nothing."""
+        """Return a copy in which entries are added or replaced; those that are None are ignored."""
         return replace(self, entries={**self.entries, **_without_nulls(entries)})
 
     def __contains__(self, name: str) -> bool:

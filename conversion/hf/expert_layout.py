@@ -43,7 +43,7 @@ def _in_files(name: str) -> str:
 
 
 def fuse_experts(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
-    """Stack experts that are stored as linear layers; rename other tensors as the model's modules are named.
+    """Stack experts that are stored as linear layers; give other tensors the names of the model's modules.
 
     Raises:
         CheckpointError: an expert of a layer is missing, has another shape or dtype than others, or is stored twice.

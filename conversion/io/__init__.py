@@ -6,7 +6,7 @@ write_checkpoint, write_options.
 
 from ...configuration.json_files import read_json
 from .lazy_tensor import Computed, LazyTensor, blocks, dtype_name, join, stack
-from .name_table import Drop, Row, Table, read_through, sources_of, write_through
+from .name_table import Drop, Row, Table, read_through, write_through
 from .operations import (
     KEEP,
     TRANSPOSED,

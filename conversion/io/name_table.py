@@ -126,17 +126,6 @@ def write_through(
     return results
 
 
-def sources_of(table: Table, target: str) -> list[str]:
-    """List the source names from which the first fitting row makes a target; empty if no row does."""
-    for row in table:
-        if not isinstance(row, Row):
-            continue
-        for pattern in row.targets:
-            if match := _regex(pattern).fullmatch(target):
-                return [name.format_map(match.groupdict()) for name in row.sources]
-    return []
-
-
 def _sort_names(
     names: Iterable[str], patterns: Sequence[tuple[str, ...]]
 ) -> tuple[dict[tuple[int, tuple[tuple[str, int], ...]], set[str]], list[str]]:

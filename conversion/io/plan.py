@@ -44,7 +44,7 @@ class Plan:
         return sum(tensor.nbytes for tensors in self.files.values() for tensor in tensors.values())
 
     def fingerprint(self) -> str:
-        """Compute a digest of the plan: what is written, and from what."""
+        """Compute a digest of all that the plan writes, and of its source and options."""
         layout = {
             file: {name: [str(tensor.dtype), tensor.shape] for name, tensor in tensors.items()}
             for file, tensors in self.files.items()

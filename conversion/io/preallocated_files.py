@@ -72,7 +72,7 @@ class SafetensorsOutput(Output):
 
 
 class TorchOutput(Output):
-    """A file as `torch.save` writes it: torch writes it without elements; these and their checksums are filled in."""
+    """A file of `torch.save`: torch writes the archive without elements, which are then filled in with checksums."""
 
     def __init__(self, path: Path, tensors: Mapping[str, LazyTensor]):
         empty = {

@@ -149,7 +149,7 @@ class _Run:
             raise OSError(
                 error.errno,
                 f"{self.target}: writing failed ({error.strerror or error}). Whole files were kept; make room or "
-                "repair the disk, then go on with resume=True (--resume)",
+                "repair the disk, then continue with resume=True (--resume)",
             ) from error
         finally:
             for name in (UNFINISHED, *self.plan.before, *self.plan.files, *self.plan.last):

@@ -53,7 +53,8 @@ def open_meta(
     paths = weight_files(folder, "pth")
     params = Params.of(read_json(folder / "params.json"), str(folder / "params.json"))
     files, dropped = open_files(paths)
-    path, tokenizer = _find_tokenizer(folder)
+    path = _find_tokenizer(folder)
+    tokenizer = path and path.read_bytes()
     generation = _find_generation(params, files, tokenizer)
     is_tied = _head_is_embedding(params, files)
     params, axis = measure(params, files, str(paths[0]))
@@ -76,12 +77,10 @@ def open_meta(
     return Checkpoint(folder, kind, config, tensors, dropped | left_out, translated, paths, notes)
 
 
-def _find_tokenizer(folder: Path) -> tuple[Path | None, bytes | None]:
+def _find_tokenizer(folder: Path) -> Path | None:
     """Find tokenizer.model in the folder or, as in the releases of LLaMA 1 and 2, in the folder above."""
-    for path in (folder / "tokenizer.model", folder.absolute().parent / "tokenizer.model"):
-        if path.is_file():
-            return path, path.read_bytes()
-    return None, None
+    paths = (folder / "tokenizer.model", folder.absolute().parent / "tokenizer.model")
+    return next((path for path in paths if path.is_file()), None)
 
 
 def _find_generation(params: Params, files: Files, tokenizer: bytes | None) -> int:
@@ -121,7 +120,7 @@ def _head_is_embedding(params: Params, files: Files) -> bool:
 
 
 def _measure_feed_forwards(params: Params, files: Files) -> Params:
-    """Add inner sizes of feed-forwards to the parameters, and the number of experts if params.json has -1 for it."""
+    """Add the inner sizes of feed-forwards, which tensors show, to the parameters."""
     first = files[0]
 
     def whole(suffix: str, axis: int) -> int | None:
@@ -133,10 +132,7 @@ def _measure_feed_forwards(params: Params, files: Files) -> Params:
     params = params.completed(hidden_dim=fused // 2 if fused else whole("feed_forward.w1.weight", 0))
     if experts := params.part("moe_args"):
         inner = whole("experts.moe_w_in_eD_F", 1) or whole("experts.w1", 2)
-        count = experts.entries.get("num_experts", -1)
-        if count == -1 and (routed := whole(".router_DE", 1)):
-            count = routed // len(files)
-        params = params.completed(moe_args=experts.completed(hidden_dim=inner, num_experts=count).entries)
+        params = params.completed(moe_args=experts.completed(hidden_dim=inner).entries)
     if vision := params.part("vision_args"):
         inner = whole("resblocks.0.mlp.c_fc.weight", 0)
         params = params.completed(vision_args=vision.completed(hidden_dim=inner).entries)

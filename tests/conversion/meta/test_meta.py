@@ -137,9 +137,9 @@ def test_every_row_of_every_table_is_used_by_a_case(tmp_path):
                 assert any(re.fullmatch(regex, name) for name in names[is_llama4]), pattern
 
 
-def test_params_may_be_nested_and_leave_numbers_to_a_single_file(tmp_path):
-    case = other(META_SCOUT, "counted", (1,), moe_args={**META_SCOUT.params["moe_args"], "num_experts": -1})
-    folder = META_SCOUT.write(tmp_path / "meta", META_SCOUT.weights(), 1)
+def test_params_may_be_nested_and_a_single_file_have_no_number(tmp_path):
+    case = META_SCOUT
+    folder = case.write(tmp_path / "meta", case.weights(), 1)
     expected = open_meta(folder)
     (folder / "params.json").write_text(json.dumps({"model": case.params}))
     (folder / "consolidated.00.pth").rename(folder / "consolidated.pth")
