@@ -15,6 +15,7 @@ import copy
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -34,7 +35,6 @@ from .open import family_of, open_source, open_tower
 from .tokenizers import Vocabulary, extend_vocabulary, processor_files
 from .upcycle import as_text_model, fresh, zeros
 
-_LLAMA_4_MEAN = _LLAMA_4_STD = (0.5, 0.5, 0.5)
 # Rows of the embedding that are summed at once.
 _ROWS = 4096
 
@@ -89,17 +89,8 @@ def assemble(
     tower = _with_adapter(tower, decoder.config.hidden_size)
     vocabulary = extend_vocabulary(decoder.companions, decoder.config)
     whole = _join(decoder, tower, vocabulary, seed)
-    mean, std, resample, note = _pixels(tower)
-    whole.companions.update(
-        processor_files(
-            whole.config,
-            image_mean=mean,
-            image_std=std,
-            resample=resample,
-            max_patches=max_tiles,
-            tokenizer_files=whole.companions,
-        )
-    )
+    pixels, note = _pixels(tower)
+    whole.companions |= processor_files(whole.config, whole.companions, max_patches=max_tiles, **pixels)
     whole.notes.append(note)
     if dtype is None:
         options = replace(options, dtype=decoder.tensors["model.embed_tokens.weight"].dtype)
@@ -227,15 +218,15 @@ def _lengthen(matrix: LazyTensor, known: int, rows: int) -> LazyTensor:
     return matrix.map(lengthen, (rows, width))
 
 
-def _pixels(tower: Checkpoint) -> tuple[list[float], list[float], int, str]:
-    """Choose mean, standard deviation and resampling filter for the tower's pixels; return them and a note."""
+def _pixels(tower: Checkpoint) -> tuple[dict[str, Any], str]:
+    """Choose arguments of `processor_files` for the tower's pixels; return them and a note about their source."""
     processor = read_processor(tower)
     if processor is not None:
         mean, std = normalization(processor)
         resample = processor.get("resample")
-        note = "pixels are normalized as the tower's source says"
-        return mean, std, 3 if resample is None else resample, note
+        chosen = {"image_mean": mean, "image_std": std, "resample": 3 if resample is None else resample}
+        return chosen, "pixels are normalized as the tower's source says"
     if tower.config.use_rope:
-        return list(_LLAMA_4_MEAN), list(_LLAMA_4_STD), 2, "pixels are normalized as for Llama 4"
+        return {}, "pixels are normalized as for Llama 4"
     note = f"{tower.path} does not say how its pixels are normalized: CLIP's mean and deviation were taken"
-    return list(CLIP_MEAN), list(CLIP_STD), 3, note
+    return {"image_mean": CLIP_MEAN, "image_std": CLIP_STD, "resample": 3}, note

@@ -23,7 +23,6 @@ from ..configuration import (
 )
 from ..configuration.base import LlamoeBaseConfig
 from ..configuration.errors import CheckpointError
-from ..configuration.json_files import reading
 from ..configuration.memory import default_context
 from ..configuration.sizes import count_of
 from ..modeling.checkpoints import check_whole, in_units, sum_by_part
@@ -218,19 +217,17 @@ def _open(source: str | os.PathLike | Checkpoint) -> Checkpoint:
     if isinstance(source, Checkpoint):
         return source
     path = Path(source)
-    # The name may be too long for the system, or the folder unreadable.
-    with reading(source):
-        if not str(source) or not path.exists():
-            if str(source) in PRESETS:
-                return Checkpoint(path, "preset", preset(str(source)), {})
-            raise CheckpointError(f"{str(source)!r}: no such folder or file, and no preset of that name.")
-        file = path / "config.json" if path.is_dir() else path
-        is_bare = path.is_dir() and not any(_WEIGHTS.search(inner.name) for inner in path.iterdir())
-        if file.suffix == ".json" and file.is_file() and (is_bare or path.is_file()):
-            check_whole(file.parent)
-            config, quantization, _ = read_config(file)
-            return Checkpoint(path, "configuration", config, {}, quantization=quantization)
-        return open_checkpoint(path, companions=False)
+    if not str(source) or not path.exists():
+        if str(source) in PRESETS:
+            return Checkpoint(path, "preset", preset(str(source)), {})
+        raise CheckpointError(f"{str(source)!r}: no such folder or file, and no preset of that name.")
+    file = path / "config.json" if path.is_dir() else path
+    is_bare = path.is_dir() and not any(_WEIGHTS.search(inner.name) for inner in path.iterdir())
+    if file.suffix == ".json" and file.is_file() and (is_bare or path.is_file()):
+        check_whole(file.parent)
+        config, quantization, _ = read_config(file)
+        return Checkpoint(path, "configuration", config, {}, quantization=quantization)
+    return open_checkpoint(path, companions=False)
 
 
 def _cache(config: LlamoeBaseConfig, context: int | None, batch: int) -> tuple[int | None, int]:
@@ -266,7 +263,7 @@ def _needs(checkpoint: Checkpoint, source: Source) -> dict[str, int]:
         return {checkpoint.quantization.weights: sum(stored.values())}
     sizes = {"bfloat16": sum(weight_bytes(source.model, 16).values())}
     for name in ("int8", "int4"):
-        # The format cannot store sizes that are no multiple of its group size.
+        # int4 cannot store numbers of outputs that are no multiple of 16.
         with contextlib.suppress(ValueError):
             sizes[name] = sum(packed_bytes(checkpoint.config, QuantizationConfig(name)).values())
     return sizes

@@ -16,7 +16,6 @@ from ..configuration.errors import CheckpointError
 from ..modeling.checkpoints import find_weights
 from .checkpoint import Checkpoint, check_source, take_part
 from .clip import open_clip, open_open_clip, tower_companions, tower_kind
-from .gguf import open_gguf
 from .hf import in_words, open_hf
 from .io import check_apart, check_target
 from .meta import open_meta
@@ -49,6 +48,12 @@ def open_checkpoint(
     path = Path(path)
     check_source(path)
     if path.suffix == ".gguf":
+        try:
+            from .gguf import open_gguf
+        except ModuleNotFoundError as error:
+            raise CheckpointError(
+                f"{path}: a GGUF file needs a package ({error}): pip install 'llamoe[packed]'."
+            ) from error
         return open_gguf(path, companions=companions)
     # Before Hugging Face's format, since folders of open_clip on the Hub also have a config.json, of timm.
     kind = tower_kind(path)

@@ -12,7 +12,6 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING
 
-from ...configuration.errors import CheckpointError
 from ...configuration.json_files import to_json
 from ...configuration.vision import LlamoeVisionConfig
 from ..checkpoint import Checkpoint, check_model
@@ -96,11 +95,7 @@ def open_clip(path: Path) -> Checkpoint:
         f"vision_model.{name}" if name.startswith(_WITHOUT_PREFIX) else name: tensor
         for name, tensor in opened.items()
     }
-    try:
-        stock: Any = CONFIG_MAPPING[content["model_type"]].from_dict(content)
-    # transformers' classes raise errors of many types.
-    except Exception as error:
-        raise CheckpointError(f"{file}: cannot be read as {content['model_type']} ({error}).") from error
+    stock: Any = CONFIG_MAPPING[content["model_type"]].from_dict(content)
     stock = getattr(stock, "vision_config", stock)
     has_projection = content.get("architectures") not in _BARE or "visual_projection.weight" in tensors
     names = (
@@ -126,16 +121,13 @@ def _checkpoint(
     where: object,
 ) -> Checkpoint:
     """Make the checkpoint of a tower, which has no adapter; `where` is the file that `fields` come from, for errors."""
-    try:
-        config = LlamoeVisionConfig(
-            **fields,
-            use_rope=False,
-            use_adapter=False,
-            vision_output_dim=fields["hidden_size"],
-            architectures=["LlamoeVisionModel"],
-        )
-    except ValueError as error:
-        raise CheckpointError(f"{where}: {error}") from error
+    config = LlamoeVisionConfig(
+        **fields,
+        use_rope=False,
+        use_adapter=False,
+        vision_output_dim=fields["hidden_size"],
+        architectures=["LlamoeVisionModel"],
+    )
     ours, dropped = read_through(table, [tensors], config)
     ours = check_model(config, ours, str(path))
     return Checkpoint(path, kind, config, ours, dropped, _companions(path, processor))

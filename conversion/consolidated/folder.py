@@ -61,11 +61,6 @@ def measure(params: Params, files: Files, origin: str) -> tuple[Params, int]:
     rows, columns = embedding.shape
     # Llama 3 and 4 slice rows; earlier models slice columns.
     axis = 0 if columns == dim else 1
-    if axis and columns * count != dim:
-        raise CheckpointError(
-            f"{embedding.origin} has {columns} columns in {count} file(s), {columns * count} in all, but "
-            f"{params.origin} says dim = {dim}. A file is missing or too many, or params.json is another model's."
-        )
     kv_heads = params.integer("n_kv_heads", params.integer("n_heads"))
     for name in ("n_heads", "n_kv_heads"):
         if (heads := params.integer(name, kv_heads)) % count:
@@ -80,8 +75,6 @@ def measure(params: Params, files: Files, origin: str) -> tuple[Params, int]:
                 f"{params.origin} says n_heads = {params.integer('n_heads')}, heads of {params.head_dim} channels."
             )
     vocab_size = rows if axis else rows * count
-    if params.entries.get("vocab_size", -1) not in (-1, vocab_size):
-        params.reject("vocab_size", f"-1, or the {vocab_size} rows of tok_embeddings.weight")
     return params.completed(vocab_size=vocab_size, dtype=first["norm.weight"].dtype_name), axis
 
 

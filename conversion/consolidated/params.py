@@ -148,10 +148,9 @@ def kept_fields(config: Any, again: Any) -> dict[str, Any]:
                 kept[name] = value
         elif name == "rope_parameters":
             mine, its = _rope_content(value), _rope_content(read)
-            for key in ("rope_type", *sorted(mine | its)):
-                if mine.get(key) != its.get(key):
-                    problem = "Meta's code cannot compute it"
-                    fail(config, f"{name}[{key!r}]", mine.get(key), problem, repr(its.get(key)))
+            if mine != its:
+                changed = {key: entry for key, entry in mine.items() if its.get(key) != entry}
+                fail(config, name, changed, "Meta's code cannot compute it", repr(its))
         elif value != read:
             problem = "Meta's params.json cannot express it, and Meta's code would compute with another value"
             fail(config, name, value, problem, repr(read))

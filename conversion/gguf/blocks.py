@@ -9,35 +9,20 @@ Shapes: O outputs, I inputs, G groups of 32 inputs, B blocks.
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import gguf
 import torch
 
-from ...configuration.errors import CheckpointError
 from ...modeling.formats import Format, Int4
 from ...modeling.formats.packed import pack_for, scales_for
 
+SIZES = {kind.name: sizes for kind, sizes in gguf.GGML_QUANT_SIZES.items()}
+"""How many numbers and how many bytes a block of each type has."""
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 """Dtypes of the types that are not quantized."""
 
 _GROUP = 32
 # Dequantize so many numbers at a time, since float32 needs a lot of memory.
 _AT_ONCE = 1 << 22
-
-
-def library(path: Any) -> Any:
-    """Import the package gguf; an error names `path`, the file that needs it."""
-    try:
-        import gguf
-    except ImportError as error:
-        raise CheckpointError(
-            f"{path}: GGUF files need the package gguf ({error}). Install it with: pip install 'llamoe[packed]'"
-        ) from error
-    return gguf
-
-
-def size_of_block(kind: str) -> tuple[int, int]:
-    """Return how many numbers and how many bytes a block of a type has."""
-    gguf = library(kind)
-    return gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
 
 
 class GgufLayout:
@@ -48,10 +33,10 @@ class GgufLayout:
         [(kind, stored)] = tensors.items()
         if kind in PLAIN:
             return stored
-        gguf, weight = library(kind), torch.empty(sizes, dtype=dtype)
+        kind, weight = gguf.GGMLQuantizationType[kind], torch.empty(sizes, dtype=dtype)
         step = max(_AT_ONCE // sizes[1], 1)
         for rows, target in zip(stored.split(step), weight.split(step), strict=True):
-            target.copy_(torch.from_numpy(gguf.dequantize(rows.numpy(), gguf.GGMLQuantizationType[kind])))
+            target.copy_(torch.from_numpy(gguf.dequantize(rows.numpy(), kind)))
         return weight
 
     def parts_of(
@@ -67,7 +52,7 @@ class GgufLayout:
             return None
         rows = []
         for kind, stored in tensors:
-            codes, *others = _CODES[kind](stored.view(-1, size_of_block(kind)[1]))
+            codes, *others = _CODES[kind](stored.view(-1, SIZES[kind][1]))
             rows.append([codes.reshape(sizes), *(other.reshape(sizes[0], -1) for other in others)])
         codes, scale, offset = (torch.cat(part) for part in zip(*rows, strict=True))
         packed = pack_for(form, codes)
@@ -96,7 +81,7 @@ def _q4_1(blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 def _q4_k(blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
     of_scales, of_lows = _halves(blocks[:, :4]).split(1, 1)
-    both = library("Q4_K").quants.Q4_K.get_scale_min(blocks[:, 4:16].contiguous().numpy())
+    both = gguf.quants.Q4_K.get_scale_min(blocks[:, 4:16].contiguous().numpy())
     scales, lows = (torch.from_numpy(part).float() for part in both)
     scale = of_scales * scales
     return _nibbles(blocks[:, 16:].reshape(-1, 32)), scale, 8 * scale - of_lows * lows

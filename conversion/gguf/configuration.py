@@ -18,7 +18,7 @@ from ...configuration.errors import CheckpointError
 from ..consolidated import Params
 from .header import Tensor
 
-# Keys that are read here, or do not change what the model computes.
+# Keys that are read here, or have no effect on what the model computes.
 _KNOWN = frozenset(
     "block_count context_length embedding_length feed_forward_length attention.head_count attention.head_count_kv "
     "attention.key_length attention.value_length attention.layer_norm_rms_epsilon attention.sliding_window vocab_size "
@@ -35,7 +35,8 @@ def read_config(
     """Make a configuration from the keys and tensors of a file.
 
     Raises:
-        CheckpointError: another architecture, a missing key, or one that may change what the model computes.
+        CheckpointError: the architecture is another, a key is missing, or a key that is not read may change what the
+            model computes.
         ValueError: a value is invalid.
     """
     keys, architecture = params.entries, params.entries.get("general.architecture")
@@ -96,7 +97,7 @@ def read_config(
 
 
 def _read_rope(params: Params, head_dim: int, factors: Tensor | None) -> dict[str, Any]:
-    """Read the rotation; Llama 3's scaling is stored as a factor for each frequency."""
+    """Read the rotary parameters; Llama 3's scaling is stored as `factors`, one for each frequency."""
     rope = {"rope_type": "default", "rope_theta": params.number("rope.freq_base", 10000.0)}
     kind = params.entries.get("rope.scaling.type", "none")
     if kind not in ("linear", "yarn", "none"):
@@ -121,12 +122,12 @@ def _read_rope(params: Params, head_dim: int, factors: Tensor | None) -> dict[st
 
 
 def _llama3_scaling(factors: torch.Tensor, theta: float, head_dim: int) -> dict[str, Any] | None:
-    """Return the parameters of Llama 3's scaling with these factors `[head_dim / 2]`; None if no model has such."""
+    """Return the parameters of Llama 3's scaling that give these factors `[head_dim / 2]`; None if none do."""
     factor = float(str(np.float32(factors.max().item())))
     frequencies = theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
     rotations = 8192 * frequencies / (2 * math.pi)
     for high in (1.0, 4.0):
-        # 1 where a frequency is unchanged, 0 where it is divided by the factor.
+        # 1 if a frequency is unchanged, 0 if it is divided by the factor.
         share = ((rotations - 1) / (high - 1)).clamp(0, 1) if high > 1 else (rotations > 1).double()
         expected = 1 / (share + (1 - share) / factor)
         if factors.shape == expected.shape and torch.allclose(expected, factors.double(), rtol=1e-4):

@@ -1,7 +1,7 @@
-"""Read the headers of a GGUF file and of its parts: keys, and the offsets of tensors.
+"""Read the header of a GGUF file, or of each part of a split one: keys, and types, sizes and offsets of tensors.
 
-The package's own reader takes 18 seconds and a gigabyte for a vocabulary of 200,000 tokens, this one half a second.
-transformers' reader refuses the types that it does not dequantize, such as Q5_0.
+The reader of the package gguf takes 18 seconds and a gigabyte for a vocabulary of 200,000 tokens, this one half a
+second. transformers' reader refuses types that it does not dequantize, such as Q5_0.
 
 Source: `docs/gguf.md` of ggml-org/ggml.
 """
@@ -13,15 +13,16 @@ from typing import Any, BinaryIO
 
 import numpy as np
 import torch
+from gguf import GGMLQuantizationType
 
 from ...configuration.checks import listed
 from ...configuration.errors import CheckpointError
 from ...configuration.json_files import reading
 from ..io import FileTensor
-from .blocks import PLAIN, library, size_of_block
+from .blocks import PLAIN, SIZES
 
 _PART = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
-# Letters of the package struct by the number of a value's type; strings and arrays have none.
+# The module struct's letter for each type of value, by the type's number; strings and arrays have none.
 _NUMBERS = ("B", "b", "H", "h", "I", "i", "f", "?", "", "", "Q", "q", "d")
 _FLOAT32, _STRING, _ARRAY = 6, 8, 9
 
@@ -30,14 +31,14 @@ class Tensor(FileTensor):
     """A tensor as it is stored: numbers of a plain type, or the bytes of blocks, `[..., bytes of a row]` uint8.
 
     Attributes:
-        kind: name of its type, such as "Q4_K".
+        kind: the name of its type, such as "Q4_K".
         sizes: the shape of the dequantized tensor.
     """
 
     def __init__(self, path: Path, name: str, offset: int, kind: str, sizes: list[int]):
         self.kind, self.sizes = kind, sizes
         if kind not in PLAIN:
-            numbers, nbytes = size_of_block(kind)
+            numbers, nbytes = SIZES[kind]
             sizes = [*sizes[:-1], sizes[-1] // numbers * nbytes]
         super().__init__(path, name, offset, PLAIN.get(kind, torch.uint8), sizes)
 
@@ -48,13 +49,13 @@ class Tensor(FileTensor):
 
 
 def read_header(path: Path) -> tuple[dict[str, Any], dict[str, Tensor], list[Path]]:
-    """Read the header of a file, and of the other parts of a split one.
+    """Read the header of a file, and those of the other parts if it is a part.
 
     Returns:
-        the keys; the tensors by name; and the files.
+        the keys; the tensors by name; and the files, all parts of a split one.
 
     Raises:
-        CheckpointError: a file is no GGUF file or damaged, or a part is missing.
+        CheckpointError: a part is missing; or a file is not GGUF, or is damaged.
     """
     keys, tensors = _read_part(path)
     count = keys.get("split.count", 1)
@@ -70,7 +71,6 @@ def read_header(path: Path) -> tuple[dict[str, Any], dict[str, Tensor], list[Pat
 
 
 def _read_part(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    types = library(path).GGMLQuantizationType
     keys, tensors = {}, {}
     with reading(path), open(path, "rb") as file:
         try:
@@ -83,10 +83,10 @@ def _read_part(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             for _ in range(num_tensors):
                 name = _text(file)
                 *sizes, kind, offset = _numbers(file, f"{_numbers(file, 'I')[0]}QIQ")
-                tensors[name] = Tensor(path, name, offset, types(kind).name, sizes[::-1])
+                tensors[name] = Tensor(path, name, offset, GGMLQuantizationType(kind).name, sizes[::-1])
             alignment = keys.get("general.alignment", 32)
             begin = -(-file.tell() // alignment) * alignment
-        # A damaged file has invalid sizes, types or text.
+        # Sizes, types and text of a damaged file raise errors of many classes.
         except (ValueError, LookupError, TypeError, ArithmeticError, MemoryError, struct.error) as error:
             raise CheckpointError(f"{path}: is no GGUF file, or cut short or damaged ({error}).") from error
         size = file.seek(0, 2)
@@ -100,7 +100,7 @@ def _read_part(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def _numbers(file: BinaryIO, kinds: str) -> tuple[Any, ...]:
-    """Read numbers, whose types are letters of the package struct."""
+    """Read numbers of the types that letters of the module struct name."""
     return struct.unpack(f"<{kinds}", file.read(struct.calcsize(f"<{kinds}")))
 
 

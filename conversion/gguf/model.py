@@ -7,6 +7,7 @@ from math import prod
 from pathlib import Path
 
 import torch
+from gguf import MODEL_ARCH, get_tensor_name_map
 
 from ...configuration import LlamoeTextConfig
 from ...configuration.base import LlamoeBaseConfig
@@ -17,7 +18,7 @@ from ...modeling.quantization import names_in_16_bit
 from ..checkpoint import Checkpoint, check_model, expected_shapes
 from ..consolidated import Params, naming
 from ..io import LazyTensor, PackedMatrix, permute_pairs, stack
-from .blocks import PLAIN, GgufLayout, library
+from .blocks import PLAIN, GgufLayout
 from .configuration import read_config
 from .header import Tensor, read_header
 from .tokenizer import read_tokenizer
@@ -25,9 +26,9 @@ from .tokenizer import read_tokenizer
 _DTYPES = {"F32": torch.float32, "F16": torch.float16}
 _LAYOUT = GgufLayout()
 _FACTORS = "rope_freqs.weight"
-# The first files of Mixtral have a tensor for each expert, others a stack.
+# The first GGUF files of Mixtral have a tensor for each expert; later ones have a tensor for all.
 _SINGLE = re.compile(r"(blk\.\d+\.ffn_(?:gate|up|down))\.(\d+)\.weight")
-# Fields with the number of heads, by projections whose rows LLaMA's files have in another order.
+# LLaMA's files permute the rows of these projections within each head; the fields have the numbers of heads.
 _HEADS = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
 
 
@@ -73,20 +74,21 @@ def open_gguf(path: Path, *, companions: bool = True) -> Checkpoint:
 def _sources(
     config: LlamoeBaseConfig, stored: Mapping[str, Tensor], path: Path
 ) -> dict[str, list[list[Tensor]]]:
-    """Return the tensors of each weight of the model, by its Hugging Face key.
+    """Return the tensors of each weight, by its Hugging Face key; leave out weights that lack a tensor.
 
-    Experts' gate and up are two tensors; where files have a tensor for each expert, these take the place of one.
+    A weight has one list of tensors, except for `gate_up_proj`, which has one for gate and one for up. A list has one
+    tensor, except for experts with a tensor each.
 
     Raises:
         CheckpointError: a tensor belongs to no weight.
     """
-    gguf, groups = library(path), {}
+    groups = {}
     for name, tensor in stored.items():
         match = _SINGLE.fullmatch(name)
         stacked, number = (f"{match[1]}_exps.weight", int(match[2])) if match else (name, 0)
         groups.setdefault(stacked, {})[number] = tensor
-    architecture = gguf.MODEL_ARCH.LLAMA4 if isinstance(config, LlamoeTextConfig) else gguf.MODEL_ARCH.LLAMA
-    names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
+    architecture = MODEL_ARCH.LLAMA4 if isinstance(config, LlamoeTextConfig) else MODEL_ARCH.LLAMA
+    names = get_tensor_name_map(architecture, config.num_hidden_layers)
     sources = {}
     for key in expected_shapes(config):
         module, _, name = key.rpartition(".")
@@ -94,7 +96,7 @@ def _sources(
         parts = [f"{module}.{part}.weight" for part in PARTS_OF_STACKS[True][name]] if is_stack else [key]
         names_in_file = [names.get_name(part, (".weight", ".bias")) for part in parts]
         found = [groups.pop(name, {}) for name in names_in_file]
-        # `check_model` names a weight that is missing.
+        # `check_model` reports missing weights.
         if all(found):
             sources[key] = [[group[number] for number in sorted(group)] for group in found]
     if unknown := sorted(groups.keys() - {_FACTORS}):
@@ -105,7 +107,7 @@ def _sources(
 
 
 def _convert(key: str, parts: list[list[Tensor]], config: LlamoeBaseConfig) -> LazyTensor:
-    """View a weight dequantized, from its tensors, in the model's order of axes and rows."""
+    """View a weight from its tensors: dequantized, with the model's order of axes and rows."""
     first, module = parts[0][0], key.rpartition(".")[0]
     if module.endswith(".experts"):
         experts = [
@@ -114,14 +116,14 @@ def _convert(key: str, parts: list[list[Tensor]], config: LlamoeBaseConfig) -> L
             else [{tensor.kind: tensor} for tensor in tensors]
             for tensors in parts
         ]
-        # `check_model` compares the number of experts with the configuration's.
+        # `check_model` compares the number of experts with the configuration's, also if gate and up differ in it.
         matrices = zip(*experts, strict=False)
         sizes, is_input_first = first.sizes[-2:], isinstance(config, LlamoeTextConfig)
         return stack([PackedMatrix(_LAYOUT, each, sizes, config.dtype, is_input_first) for each in matrices])
     rows: LazyTensor = first
     heads = _HEADS.get(module.rpartition(".")[2])
     if heads and not config.rope_interleave:
-        # From neighbouring pairs to rotated halves.
+        # Files have rotated channels as neighbours, the model in two halves.
         rows = permute_pairs(first, getattr(config, heads), to_halves=True)
     if first.ndim == 1:
         return rows.cast(config.dtype)

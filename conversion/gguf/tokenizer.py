@@ -1,8 +1,8 @@
 """Convert the tokenizer in a GGUF file's keys to the files of a Hugging Face folder.
 
-A SentencePiece model is built from its pieces, and then converted as Meta's. Of the pattern that splits a text into the
-words of a byte-pair vocabulary, the file has only a name. transformers' own conversion is not used: it adds a token
-`<|endoftext|>`, whose id is beyond the embedding.
+The file has the pieces of a SentencePiece model, from which the model is built, and converted as Meta's is. A byte-pair
+vocabulary splits texts into words by a pattern, of which the file has only the name. transformers' converter is not
+used: it adds a token `<|endoftext|>`, whose id is beyond the embedding.
 """
 
 from collections.abc import Mapping

@@ -64,8 +64,9 @@ class Bitsandbytes:
         def matrix(*tensors: torch.Tensor) -> torch.Tensor:
             try:
                 parts = self.form.parts_of([dict(zip(kinds, tensors, strict=True))], sizes, self.form)
-            except CheckpointError as error:
-                raise CheckpointError(f"{origin}: {error}") from error
+            # A KeyError names a tensor that is missing beside the codes.
+            except (CheckpointError, KeyError) as error:
+                raise CheckpointError(f"{origin}: cannot be dequantized ({error}).") from error
             return self.form.matrix(parts, sizes, dtype)
 
         return Computed(matrix, [*kinds.values()], sizes, dtype, origin)

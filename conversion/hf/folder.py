@@ -22,7 +22,7 @@ from ...modeling.formats.packed import Layout
 from ...modeling.quantization import layout_of, names_in_16_bit, own_config
 from ...modeling.registration import model_class
 from ..checkpoint import Checkpoint, Report, carry_out, check_model, main_dtype, tie_heads
-from ..io import DEFAULTS, LazyTensor, Plan, WriteOptions, open_weights, read_bytes, read_json, split_shards
+from ..io import DEFAULTS, LazyTensor, Plan, WriteOptions, open_weights, read_json, split_shards
 from ..tokenizers import processor_of_layout
 from .bitsandbytes import Bitsandbytes
 from .expert_layout import fuse_experts, split_experts
@@ -134,14 +134,14 @@ def open_shards(folder: Path) -> tuple[dict[str, LazyTensor], dict[str, str], li
 def read_companions(folder: Path) -> dict[str, bytes]:
     """Read a folder's small files besides config.json: tokenizer, chat templates, processor, licence."""
     files = {
-        path.name: read_bytes(path)
+        path.name: path.read_bytes()
         for path in sorted(folder.iterdir())
         if path.is_file() and _COMPANIONS.fullmatch(path.name)
     }
     templates = folder / "additional_chat_templates"
     if templates.is_dir():
         files |= {
-            f"{templates.name}/{path.name}": read_bytes(path) for path in sorted(templates.glob("*.jinja"))
+            f"{templates.name}/{path.name}": path.read_bytes() for path in sorted(templates.glob("*.jinja"))
         }
     return files
 

@@ -1,10 +1,8 @@
-"""Quantize and dequantize weights as lazy tensors.
+"""Quantize and dequantize weights as lazy tensors, one matrix at a time, of a stack one expert's.
 
-A packed weight is the matrix of a linear layer, or a stack of experts, and is stored as several tensors, its parts
-(`modeling.quantization`). Which weights are packed, and what their parts are called, is read off an empty model that
-was prepared as `from_pretrained` prepares it. So a packed folder has the tensors that a quantized model saves.
-
-Both directions work on one matrix at a time, of a stack on one expert.
+A packed weight is the matrix of a linear layer, or a stack of experts. It is stored as several tensors, its parts
+(`modeling.quantization`). An empty model, prepared as `from_pretrained` prepares it, shows which weights are packed and
+how their parts are named. So the folders that are written here have the tensors that a quantized model saves.
 """
 
 import re
@@ -19,26 +17,26 @@ from ...configuration import QuantizationConfig
 from ...configuration.base import LlamoeBaseConfig
 from ...configuration.errors import CheckpointError
 from ...modeling.formats import Format
-from ...modeling.quantization import LlamoeQuantizer, QuantizedExperts, QuantizedLinear
+from ...modeling.quantization import LlamoeQuantizer, packed_modules
 from ...modeling.registration import empty_model
 from ..io import Computed, LazyTensor, check_finite, dtype_name, stack
 
-# Dtype of products with quantized weights, and of a quantized model's other weights.
+# Dtype of a quantized model's other weights, and of weights before they are quantized.
 _DTYPE = torch.bfloat16
-# Tensors with this suffix stay in float32 whatever the model's dtype.
+# Tensors with this name suffix stay in float32.
 _IN_FLOAT32 = "balancing_bias"
 
 
 @dataclass(frozen=True)
 class PackedWeight:
-    """A weight that is quantized.
+    """A weight that is quantized: the matrix of a linear layer, or a stack of experts.
 
     Attributes:
-        name: key of the weight that it means, and of its codes.
-        form: how a matrix is stored.
+        name: key of the plain weight, and of the codes.
+        form: format of a matrix.
         sizes: outputs and inputs of a matrix.
-        num_experts: of a stack; None for a linear layer's matrix.
-        is_input_first: whether the stack's matrices are `[in, out]`.
+        num_experts: matrices of a stack; None for a linear layer.
+        is_input_first: True if the plain stack's matrices are `[in, out]`.
     """
 
     name: str
@@ -49,66 +47,72 @@ class PackedWeight:
 
     @property
     def parts(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and dtype of each part, by its key."""
+        """The shape and dtype of each part, by its key."""
         experts = () if self.num_experts is None else (self.num_experts,)
         parts = zip(self.form.suffixes, self.form.parts(self.sizes), strict=True)
         return {self.name + suffix: ((*experts, *shape), dtype) for suffix, (shape, dtype) in parts}
 
     def pack(self, tensor: LazyTensor) -> dict[str, LazyTensor]:
-        """View the parts of a weight, by their keys."""
+        """View the parts of a plain weight, by their keys."""
         experts = range(self.num_experts or 0)
         matrices = [tensor] if self.num_experts is None else [tensor.row(number) for number in experts]
-        kept: list[dict[int, torch.Tensor]] = [{} for _ in matrices]
+        caches: list[dict[int, torch.Tensor]] = [{} for _ in matrices]
         packed = {}
         for index, name in enumerate(self.parts):
-            parts = [_Part(self, matrix, index, rest) for matrix, rest in zip(matrices, kept, strict=True)]
+            parts = [
+                _Part(self, matrix, index, cache) for matrix, cache in zip(matrices, caches, strict=True)
+            ]
             packed[name] = parts[0] if self.num_experts is None else stack(parts)
         return packed
 
     def parts_of(self, tensor: LazyTensor) -> list[torch.Tensor]:
-        """Read and quantize a matrix; existing codes of this format are reused."""
+        """Read a matrix and quantize it; if it is packed already, keep codes that this format can hold."""
         packed_as = getattr(tensor, "packed_as", None)
         if packed_as is not None and (parts := packed_as(self.form)) is not None:
             return parts
         matrix = tensor.read()
-        # Checked before quantizing, since codes may hide nan and infinities from the writer.
+        # The writer checks tensors, too, but codes hide NaN and infinities.
         check_finite(self.name, tensor, matrix)
-        # transformers' loader casts weights before it quantizes them, too.
+        # Cast first, as transformers' loader does.
         matrix = matrix.to(_DTYPE)
-        # Transposed as a whole, which torch does in blocks; of a few rows at a time it takes three times as long.
+        # torch transposes a whole matrix in a third of the time that it takes for a few rows at a time.
         return self.form.quantize(matrix.T.contiguous() if self.is_input_first else matrix)
 
     def unpack(self, parts: list[LazyTensor]) -> LazyTensor:
-        """View the weight dequantized from its parts."""
-        shape = self.sizes[::-1] if self.is_input_first else self.sizes
+        """View the plain weight, dequantized from its parts."""
         if self.num_experts is None:
-            return Computed(self._meant, parts, shape, _DTYPE, parts[0].origin)
-        rows = [
-            Computed(self._meant, [part.row(number) for part in parts], shape, _DTYPE, parts[0].origin)
-            for number in range(self.num_experts)
-        ]
-        return stack(rows)
+            return self._unpack_one(parts)
+        experts = range(self.num_experts)
+        return stack([self._unpack_one([part.row(number) for part in parts]) for number in experts])
 
-    def _meant(self, *parts: torch.Tensor) -> torch.Tensor:
+    def _unpack_one(self, parts: list[LazyTensor]) -> LazyTensor:
+        shape = self.sizes[::-1] if self.is_input_first else self.sizes
+        return Computed(self._dequantize, parts, shape, _DTYPE, parts[0].origin)
+
+    def _dequantize(self, *parts: torch.Tensor) -> torch.Tensor:
         matrix = self.form.matrix(parts, self.sizes, _DTYPE)
         return matrix.T if self.is_input_first else matrix
 
 
 class _Part(LazyTensor):
-    """One part of a packed matrix. Reading the codes, the first part, keeps the small others until they are read."""
+    """One part of a packed matrix.
 
-    def __init__(self, weight: PackedWeight, matrix: LazyTensor, index: int, kept: dict[int, torch.Tensor]):
+    The first part is the codes. Reading it quantizes the matrix, and keeps the other parts, which are small, in a cache
+    until they are read.
+    """
+
+    def __init__(self, weight: PackedWeight, matrix: LazyTensor, index: int, cache: dict[int, torch.Tensor]):
         shape, dtype = weight.form.parts(weight.sizes)[index]
         super().__init__(shape, dtype, matrix.origin, shape[0])
-        self._weight, self._matrix, self._index, self._kept = weight, matrix, index, kept
+        self._weight, self._matrix, self._index, self._cache = weight, matrix, index, cache
 
     def _read(self, start, stop):
-        if self._index not in self._kept:
+        if self._index not in self._cache:
             codes, *others = self._weight.parts_of(self._matrix)
-            self._kept.update(enumerate(others, start=1))
+            self._cache.update(enumerate(others, start=1))
             if self._index == 0:
                 return codes[start:stop]
-        return self._kept.pop(self._index)[start:stop]
+        return self._cache.pop(self._index)[start:stop]
 
 
 def packed_weights(
@@ -119,31 +123,27 @@ def packed_weights(
     Args:
         config: of the model.
         quantization: how weights are stored.
-        are_stored: whether they are so in a folder, or shall be, which decides on what a refusal advises.
+        are_stored: True if a folder stores them so already, not if they are to be quantized; errors advise accordingly.
 
     Raises:
-        ValueError: the format cannot store one of them, or there is none.
+        ValueError: the format cannot store one of the weights, or the model has none to quantize.
     """
     model: Any = empty_model(config)
     LlamoeQuantizer(quantization, pre_quantized=are_stored).preprocess_model(model)
-    found = []
-    for path, module in model.named_modules():
-        if isinstance(module, QuantizedExperts):
-            found += [
-                PackedWeight(
-                    f"{path}.{name}", form, module.sizes[name], module.num_experts, module.is_transposed
-                )
-                for name, form in module.formats.items()
-            ]
-        elif isinstance(module, QuantizedLinear):
-            found.append(
-                PackedWeight(f"{path}.weight", module.format, (module.out_features, module.in_features))
-            )
-    if not found:
-        raise ValueError(
-            f"{type(config).__name__}: the model has no weights of a decoder that are to be quantized."
+    packed = [
+        PackedWeight(
+            f"{path}.{name}",
+            module.formats[name],
+            sizes,
+            module.stacked[0] if module.stacked else None,
+            getattr(module, "is_transposed", False),
         )
-    return {weight.name: weight for weight in found}
+        for path, module in packed_modules(model)
+        for name, sizes in module.sizes.items()
+    ]
+    if not packed:
+        raise ValueError(f"{type(config).__name__}: the model has no weights of a decoder to quantize.")
+    return {weight.name: weight for weight in packed}
 
 
 def in_words(quantization: QuantizationConfig) -> str:
@@ -158,54 +158,51 @@ def in_words(quantization: QuantizationConfig) -> str:
 def pack_tensors(
     tensors: Mapping[str, LazyTensor], packed: Mapping[str, PackedWeight]
 ) -> dict[str, LazyTensor]:
-    """Make a quantized folder's tensors: parts of quantized weights, and bfloat16 for the rest.
-
-    Weights are packed from the dtype that they have: a cast would round what is rounded again.
-    """
-    found: dict[str, LazyTensor] = {}
+    """View the tensors of a quantized folder: the parts of packed weights, and other weights in bfloat16."""
+    stored: dict[str, LazyTensor] = {}
     for name, tensor in tensors.items():
         if name in packed:
-            found |= packed[name].pack(tensor)
+            stored |= packed[name].pack(tensor)
         else:
-            found[name] = tensor.cast(torch.float32 if name.endswith(_IN_FLOAT32) else _DTYPE)
-    return found
+            stored[name] = tensor.cast(torch.float32 if name.endswith(_IN_FLOAT32) else _DTYPE)
+    return stored
 
 
 def unpack_tensors(
     tensors: Mapping[str, LazyTensor],
     config: LlamoeBaseConfig,
     quantization: QuantizationConfig,
-    place: Path,
+    folder: Path,
 ) -> dict[str, LazyTensor]:
-    """Dequantize a folder's tensors; weights without any part are left out.
+    """View the plain tensors of a quantized folder; leave out weights of which no part is stored.
 
     Args:
         tensors: of the folder.
         config: of the model.
         quantization: how its weights are stored.
-        place: the folder, for messages.
+        folder: for error messages.
 
     Raises:
-        CheckpointError: a part is missing, or has another shape or dtype than the format asks for; or no such model can
-            be stored so.
+        CheckpointError: a part is missing, or has another shape or dtype than the format's; or the format cannot store
+            this model.
     """
     try:
         packed = packed_weights(config, quantization, are_stored=True)
-    # A damaged configuration may hold invalid patterns of module names.
+    # A damaged configuration may have invalid patterns of module names.
     except (ValueError, re.error) as error:
-        raise CheckpointError(f"{place}: {error}") from error
-    found = dict(tensors)
+        raise CheckpointError(f"{folder}: {error}") from error
+    plain = dict(tensors)
     for name, weight in packed.items():
         if not tensors.keys() & weight.parts.keys():
             continue
         parts = []
         for key, (shape, dtype) in weight.parts.items():
             if key not in tensors:
-                raise CheckpointError(f"{place}: {key} missing; the checkpoint is not whole.")
-            part = found.pop(key)
+                raise CheckpointError(f"{folder}: {key} missing; the checkpoint is not whole.")
+            part = plain.pop(key)
             if (part.shape, part.dtype) != (shape, dtype):
                 stored = f"{weight.form.exact.key} stores it as {dtype_name(dtype)} {list(shape)}"
                 raise CheckpointError(f"{part.origin}: is {part.described}, but {stored}.")
             parts.append(part)
-        found[name] = weight.unpack(parts)
-    return found
+        plain[name] = weight.unpack(parts)
+    return plain

@@ -26,17 +26,17 @@ def unpack_published(
     """View the dequantized tensors of a folder that another program quantized.
 
     Args:
-        tensors: of the files.
+        tensors: of the files, by name.
         config: of the model.
         layout: of the packed matrices.
         files: of the checkpoint.
 
     Returns:
         packed weights by their names in the model, with stacked experts, and plain tensors by their names in the
-        files; names of tensors without effect; and the config of int4 that leaves the same modules in 16 bits.
+        files; names of tensors that are ignored; and the config of int4 that leaves the same modules in 16 bits.
 
     Raises:
-        CheckpointError: a packed tensor is missing, or has not the shape that config.json means.
+        CheckpointError: a bias that the model does not have is not 0.
     """
     model: Any = empty_model(config)
     quantizer = LlamoeQuantizer(own_config(layout), pre_quantized=True)
@@ -61,9 +61,9 @@ def unpack_published(
                 for linears in experts
             ]
         )
-    # Zero biases of packed layers, and scales of activations.
-    passed_over = {*model._keys_passed_over}
-    unused = [name for name in plain if f"^{re.escape(name)}$" in passed_over]
+    # Biases of 0, and scales of activations.
+    ignored = {*model._keys_passed_over}
+    unused = [name for name in plain if f"^{re.escape(name)}$" in ignored]
     return (
         {name: plain[name] for name in plain if name not in unused} | unpacked,
         unused,
@@ -74,7 +74,7 @@ def unpack_published(
 def _experts(
     packed: Mapping[str, dict[str, LazyTensor]], module: Experts, name: str, layout: Layout
 ) -> list[list[dict[str, LazyTensor]]]:
-    """Return the tensors of each expert's linear layers; with scales of all experts, gate and up are one layer."""
+    """Return the tensors of each expert's linear layers; if scales are stacked, gate and up are one layer."""
     experts, stacked = by_expert(packed), of_stack(packed)
     if not stacked:
         return experts

@@ -20,6 +20,6 @@ from .operations import (
 )
 from .packed_matrix import PackedMatrix
 from .plan import Plan, Progress, split_shards
-from .read_files import FileTensor, open_weights, read_bytes
+from .read_files import FileTensor, open_weights
 from .write_checkpoint import check_apart, check_finite, check_target, write
 from .write_options import DEFAULTS, WriteOptions

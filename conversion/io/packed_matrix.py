@@ -1,4 +1,4 @@
-"""A lazy tensor over matrices that another program has packed."""
+"""A lazy tensor that dequantizes matrices of another program."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,11 +25,11 @@ class PackedMatrix(LazyTensor):
         """Make the view.
 
         Args:
-            layout: has `weight_of` and `parts_of` of `modeling.formats.packed.Layout`.
+            layout: object with the methods `weight_of` and `parts_of` of `modeling.formats.packed.Layout`.
             linears: the tensors of each linear layer, by kind; an expert's gate and up are joined by rows.
             sizes: outputs and inputs of each linear layer.
             dtype: of the dequantized matrix.
-            is_input_first: the matrix is `[in, out]`, not `[out, in]`.
+            is_input_first: True if the matrix is `[in, out]`, not `[out, in]`.
         """
         shape = (len(linears) * sizes[0], sizes[1])
         origin = next(iter(linears[0].values())).origin
@@ -38,7 +38,7 @@ class PackedMatrix(LazyTensor):
         self._is_input_first = is_input_first
 
     def packed_as(self, form: Format) -> list[torch.Tensor] | None:
-        """Return the parts of a format with the same codes; None if the format cannot hold the codes."""
+        """Return the parts of a format with the codes as they are stored; None if it cannot hold them."""
         with self._naming():
             return self._layout.parts_of(self._tensors(), self._sizes, form)
 
@@ -47,7 +47,7 @@ class PackedMatrix(LazyTensor):
 
     @contextmanager
     def _naming(self) -> Iterator[None]:
-        """Name the file and a tensor in the errors of the layout."""
+        """Begin errors of the layout with the file and a tensor's name."""
         try:
             yield
         except CheckpointError as error:

@@ -7,12 +7,13 @@ import os
 from collections.abc import Sequence
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from ...configuration.errors import CheckpointError
-from ...configuration.json_files import LARGE, check_regular, reading
+from ...configuration.json_files import check_regular, reading
 from ...modeling.checkpoints import DTYPES, TensorHeader, read_header, read_torch
 from .lazy_tensor import LazyTensor
 
@@ -50,83 +51,51 @@ class FileTensor(LazyTensor):
         return torch.from_numpy(mapped).view(self.dtype)
 
 
-def open_safetensors(path: str | os.PathLike) -> dict[str, LazyTensor]:
-    """Open a safetensors file: name to tensor, in the header's order.
+def open_weights(path: str | os.PathLike) -> tuple[dict[str, LazyTensor], dict[str, str]]:
+    """Open a safetensors file, or a file of `torch.save` with a dictionary of tensors; its content tells them apart.
 
-    Raises:
-        CheckpointError: the file is missing or damaged, or has a dtype that torch lacks.
-    """
-    path = Path(path)
-    return {name: _in_file(path, name, header) for name, header in read_header(path, "safetensors").items()}
-
-
-def open_pickle(path: str | os.PathLike) -> tuple[dict[str, LazyTensor], dict[str, str]]:
-    """Open a file of `torch.save`: a dictionary of tensors, or one nested under "state_dict" or a similar key.
+    The dictionary may be nested in another one under "state_dict" or a similar key.
 
     Returns:
         name to tensor, and for the entries that are not tensors, name to type.
 
     Raises:
-        CheckpointError: the file is missing or damaged, holds no such dictionary, or would run code.
+        CheckpointError: the file is missing or damaged, holds no dictionary of tensors or an unknown dtype, or would
+            run code.
     """
-    path = Path(path)
-    with reading(path):
-        content = read_torch(path)
-    others: dict[str, str] = {}
-    while isinstance(content, dict) and (
-        wrapper := next((name for name in _WRAPPERS if isinstance(content.get(name), dict)), None)
-    ):
-        beside = {str(name): value for name, value in content.items() if name != wrapper}
-        if tensors := [name for name, value in beside.items() if isinstance(value, TensorHeader)]:
-            raise CheckpointError(
-                f"{path}: has the tensor {tensors[0]} beside {wrapper!r}; only one of the two was expected."
-            )
-        others |= {name: _kind(value) for name, value in beside.items()}
-        content = content[wrapper]
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path}: holds a {_kind(content)}, not a dictionary of tensors.")
-    tensors: dict[str, LazyTensor] = {}
-    for name, value in content.items():
-        if not isinstance(name, str):
-            raise CheckpointError(f"{path}: a key is {name!r}; names of tensors were expected.")
-        if isinstance(value, TensorHeader):
-            tensors[name] = _in_file(path, name, value)
-        else:
-            others[name] = _kind(value)
-    return tensors, others
-
-
-def _kind(value: object) -> str:
-    return type(value).__name__
-
-
-def _in_file(path: Path, name: str, header: TensorHeader) -> LazyTensor:
-    if header.dtype not in DTYPES:
-        raise CheckpointError(f"{path}: {name} has dtype {header.dtype}, which llamoe does not read.")
-    return FileTensor(path, name, header.begin, DTYPES[header.dtype], header.shape, header.strides)
-
-
-def open_weights(path: str | os.PathLike) -> tuple[dict[str, LazyTensor], dict[str, str]]:
-    """Open a safetensors or torch file, which its content tells apart; see `open_safetensors` and `open_pickle`."""
     path = Path(path)
     with reading(path):
         check_regular(path)
         with open(path, "rb") as file:
             begin = file.read(9)
-    if path.suffix == ".safetensors" or begin[8:] == b"{":
-        return open_safetensors(path), {}
-    return open_pickle(path)
+        is_safetensors = path.suffix == ".safetensors" or begin[8:] == b"{"
+        content = read_header(path, "safetensors") if is_safetensors else _unnested(read_torch(path))
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path}: holds a {type(content).__name__}, not a dictionary of tensors.")
+    tensors: dict[str, LazyTensor] = {}
+    others: dict[str, str] = {}
+    for name, value in content.items():
+        if not isinstance(name, str):
+            raise CheckpointError(f"{path}: a key is {name!r}; names of tensors were expected.")
+        if not isinstance(value, TensorHeader):
+            others[name] = type(value).__name__
+        elif value.dtype not in DTYPES:
+            raise CheckpointError(f"{path}: {name} has dtype {value.dtype}, which llamoe does not read.")
+        else:
+            tensors[name] = FileTensor(
+                path, name, value.begin, DTYPES[value.dtype], value.shape, value.strides
+            )
+    return tensors, others
 
 
-def read_bytes(path: Path) -> bytes:
-    """Read a small file of a source.
-
-    Raises:
-        CheckpointError: it is too large for such a file.
-    """
-    if check_regular(path).st_size > LARGE:
-        raise CheckpointError(f"{path}: has more than {LARGE} bytes, where a small file was expected.")
-    return path.read_bytes()
+def _unnested(content: Any) -> Any:
+    """Put the entries of a nested dictionary of tensors beside the entries of the dictionaries around it."""
+    while isinstance(content, dict):
+        wrapper = next((name for name in _WRAPPERS if isinstance(content.get(name), dict)), None)
+        if wrapper is None:
+            break
+        content = {name: value for name, value in content.items() if name != wrapper} | content[wrapper]
+    return content
 
 
 def _row_major(shape: Sequence[int]) -> tuple[int, ...]:

@@ -27,7 +27,7 @@ from ..consolidated import (
     read_tensors,
     weight_files,
 )
-from ..io import DEFAULTS, Plan, WriteOptions, are_equal, read_bytes, read_json, write_through
+from ..io import DEFAULTS, Plan, WriteOptions, are_equal, read_json, write_through
 from ..tokenizers import hf_files_from_meta, looks_like_table, meta_tokenizer_file
 from .name_tables import llama4_table, llama_table
 from .params import (
@@ -80,7 +80,7 @@ def _find_tokenizer(folder: Path) -> tuple[Path | None, bytes | None]:
     """Find tokenizer.model in the folder or, as in the releases of LLaMA 1 and 2, in the folder above."""
     for path in (folder / "tokenizer.model", folder.absolute().parent / "tokenizer.model"):
         if path.is_file():
-            return path, read_bytes(path)
+            return path, path.read_bytes()
     return None, None
 
 

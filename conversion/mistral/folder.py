@@ -26,7 +26,7 @@ from ..consolidated import (
     read_tensors,
     weight_files,
 )
-from ..io import LazyTensor, Operation, Row, by_expert, join, one_of, read_bytes, read_json
+from ..io import LazyTensor, Operation, Row, by_expert, join, one_of, read_json
 from ..meta import llama_table
 from ..tokenizers import hf_files_from_meta
 from .params import OWN_KEYS, read_config, read_params
@@ -118,5 +118,5 @@ def _translate_tokenizer(
         )
         return {}
     name = max(versions, key=versions.__getitem__)
-    content, tuned = read_bytes(folder / name), is_tuned(folder, instruct)
+    content, tuned = (folder / name).read_bytes(), is_tuned(folder, instruct)
     return hf_files_from_meta(content, config, instruct=tuned, family="mistral", origin=str(folder / name))

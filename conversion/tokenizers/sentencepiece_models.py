@@ -31,7 +31,7 @@ def read(content: bytes, origin: str, family: str) -> SourceTokenizer:
     """Read a SentencePiece model.
 
     Raises:
-        CheckpointError: it is damaged, or is no byte-pair encoding with the tokens unk, bos and eos.
+        CheckpointError: it is damaged, or lacks one of the tokens unk, bos and eos.
     """
     proto = _parse(content, origin)
     ids = {name: getattr(proto.trainer_spec, f"{name}_id") for name in ("bos", "eos", "unk")}
@@ -76,11 +76,6 @@ def _parse(content: bytes, origin: str) -> Any:
     if not (proto.HasField("trainer_spec") and proto.HasField("normalizer_spec")):
         refuse(
             origin, f"a SentencePiece model of {len(proto.pieces)} pieces without settings, as if cut short"
-        )
-    kind = proto.trainer_spec.model_type
-    if kind != _BPE:
-        raise CheckpointError(
-            f"{origin}: a SentencePiece model of model_type {kind}; {_BPE}, byte-pair encoding, was expected."
         )
     return proto
 

@@ -46,6 +46,6 @@ def sharded_adapter(model: PreTrainedModel) -> dict[str, Any] | None:
 def joined(state_dict: dict[str, Any]) -> dict[str, Any]:
     """Return a copy with the shards of each tensor gathered on the CPU; all processes call this together."""
     return {
-        name: value.detach().full_tensor().cpu() if isinstance(value, DTensor) else value
+        name: value.full_tensor().detach().cpu() if isinstance(value, DTensor) else value
         for name, value in state_dict.items()
     }

@@ -1,7 +1,7 @@
-"""Loading of folders that other programs have packed, as int4; `formats.packed` describes their layouts.
+"""Find the weights of a folder that another program has packed; `formats.packed` describes the layouts.
 
-The loader's rules for the conversion are in `reading`. The files' headers show which layers are packed. Packed layers
-that stay plain here, such as heads and routers, are unpacked to 16 bits.
+The files' headers show which layers are packed. While transformers' loader reads them, the rules in `reading` convert
+them to int4; packed layers that int4 is not for, such as heads and routers, become 16-bit weights.
 """
 
 import re
@@ -19,14 +19,14 @@ from ..checkpoints import Stored, headers_of
 from ..formats.packed import LAYOUTS, Layout
 from ..moe import PLACES
 
-# Tensors beside a packed layer that are ignored: biases of 0, and scales of activations.
-_PASSED_OVER = ("bias", "input_scale", "output_scale", "input_zero_point", "activation_scale")
-# Scales of a quantized KV cache, beside the attention layers.
+# Kinds of tensors of packed layers that are ignored: biases of 0, and scales of activations.
+_IGNORED = ("bias", "input_scale", "output_scale", "input_zero_point", "activation_scale")
+# Kinds of attention layers' scales for a quantized KV cache, which are ignored.
 _OF_CACHE = ("k_scale", "v_scale", "kv_scale")
 
 
 def layout_of(stored: Any) -> Layout | None:
-    """Return the layout that a folder's `quantization_config` (or its dict) describes; None for other methods.
+    """Return the layout that a folder's `quantization_config`, an object or a dict, describes; None for other methods.
 
     Raises:
         ConfigurationError: the method is supported, but not with these settings.
@@ -39,17 +39,17 @@ def layout_of(stored: Any) -> Layout | None:
 
 
 def own_config(layout: Layout) -> QuantizationConfig:
-    """Return llamoe's config with which such a folder is loaded and saved."""
+    """Return llamoe's config with which a folder of this layout is loaded and saved."""
     return QuantizationConfig("int4", layout.group_size or 128)
 
 
 Kinds = TypeVar("Kinds")
 Matrices = dict[str, dict[str, dict[str, Stored]]]
-"""By a weight's name in the model, and by the names of its linear layers in files, the tensors by kind."""
+"""For a weight's name in the model: for the name of each linear layer in the files, the tensors by kind."""
 
 
 def by_expert(layers: Mapping[str, Kinds]) -> list[list[Kinds]]:
-    """List the tensors of a stack's linear layers for each expert, gate before up; empty if none is one by one."""
+    """List each expert's linear layers, gate before up; empty if tensors hold all experts."""
     experts: dict[int, dict[int, Kinds]] = {}
     for layer, kinds in layers.items():
         if layer.endswith(".experts"):
@@ -60,25 +60,26 @@ def by_expert(layers: Mapping[str, Kinds]) -> list[list[Kinds]]:
 
 
 def of_stack(layers: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    """Return the tensors, by kind, that hold all experts of a stack; empty if all are of single experts."""
+    """Return the tensors that hold all experts, by kind; empty if each expert has tensors of its own."""
     return next((kinds for layer, kinds in layers.items() if layer.endswith(".experts")), {})
 
 
 def find_packed(
     model: PreTrainedModel, files: Iterable[str], layout: Layout, rules: Iterable[Any]
 ) -> Matrices:
-    """Find the model's weights that files store packed.
+    """Find the weights of a model that files store packed.
 
-    Biases that GPTQ's programs write for layers without one are ignored, and so are scales of activations.
+    Scales of activations are added to the names that the model ignores, and so are biases of 0, which GPTQ's programs
+    write for layers without a bias.
 
     Args:
-        model: empty, without packed modules.
+        model: without weights and packed modules.
         files: of the checkpoint.
         layout: of the packed matrices.
-        rules: of transformers' loader, with those of `reading_rules`.
+        rules: of transformers' loader, including those of `reading_rules`.
 
     Raises:
-        CheckpointError: an ignored bias is not 0.
+        CheckpointError: a bias that the model does not have is not 0.
     """
     rules, state, headers = list(rules), model.state_dict(), headers_of(files)
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
@@ -97,7 +98,7 @@ def find_packed(
     content = cache(load_state_dict)
     for stored in headers:
         layer, _, kind = stored.name.rpartition(".")
-        is_beside = kind in _OF_CACHE or (layer in packed and kind in _PASSED_OVER)
+        is_beside = kind in _OF_CACHE or (layer in packed and kind in _IGNORED)
         if not is_beside or name_in_model(stored.name) in state:
             continue
         if kind == "bias" and content(stored.origin)[stored.name][...].any():
@@ -108,9 +109,10 @@ def find_packed(
 
 
 def names_in_16_bit(modules: Iterable[str], packed: Iterable[str]) -> list[str]:
-    """Return name suffixes that match exactly the modules that are not packed.
+    """Return name suffixes that match the modules that are not packed, and no others.
 
-    A suffix is what follows the layer's number, or the full name if that would match a packed module of another layer.
+    A suffix is the name after the layer's number. If that would match a packed module of another layer, it begins with
+    "layers".
     """
     packed = {*packed}
     ends_packed = {_in_layer(name) for name in packed}

@@ -49,8 +49,8 @@ DERIVED = [
     (LlamoeTextConfig, dict(num_key_value_heads=None), dict(num_key_value_heads=40)),
     *((LlamoeTextConfig, dict(num_hidden_layers=5, no_rope_layer_interval=interval), dict(no_rope_layers=[1] * 5))
       for interval in (None, 0)),
-    *((LlamoeTextConfig, dict(num_hidden_layers=4, no_rope_layers=given), dict(no_rope_layers=[1, 1, 1, 0]))
-      for given in (None, [])),
+    *((LlamoeTextConfig, dict(num_hidden_layers=4, no_rope_layers=layers), dict(no_rope_layers=[1, 1, 1, 0]))
+      for layers in (None, [])),
     *((LlamoeTextConfig, dict(num_hidden_layers=2, attention_chunk_size=size, layer_types=kinds),
        dict(attention_chunk_size=None, layer_types=[FULL, FULL]))
       for size in (None, 0) for kinds in (None, [CHUNKED, FULL])),
@@ -61,9 +61,9 @@ DERIVED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("config_class", "given", "expected"), DERIVED)
-def test_fields_that_follow_from_others(config_class, given, expected):
-    config = config_class(**given)
+@pytest.mark.parametrize(("config_class", "fields", "expected"), DERIVED)
+def test_fields_that_follow_from_others(config_class, fields, expected):
+    config = config_class(**fields)
     assert {name: getattr(config, name) for name in expected} == expected
     for idx in range(config.num_hidden_layers):
         assert config.layer_plan(idx).is_moe == (idx in config.moe_layers)
@@ -107,9 +107,9 @@ def test_a_step_of_zero_means_no_mixtures(experts, listed, chunk, tmp_path):
     assert stock.attention_chunk_size == (chunk or config.max_position_embeddings)
 
 
-@pytest.mark.parametrize(("given", "tuned"), [(True, True), (False, False), (4, True), (0, False)])
-def test_temperature_tuning_is_a_truth_value(given, tuned):
-    config = LlamoeTextConfig(num_hidden_layers=4, attn_temperature_tuning=given)
+@pytest.mark.parametrize(("value", "tuned"), [(True, True), (False, False), (4, True), (0, False)])
+def test_temperature_tuning_is_a_truth_value(value, tuned):
+    config = LlamoeTextConfig(num_hidden_layers=4, attn_temperature_tuning=value)
     assert config.layer_plan(3).use_temperature_tuning is tuned
     assert config.layer_plan(0).use_temperature_tuning is False
 

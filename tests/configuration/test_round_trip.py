@@ -54,13 +54,13 @@ def test_copies_are_equal(family, fields, tmp_path):
     read = type(config).from_pretrained(tmp_path / "once")
     assert read.to_dict() == config.to_dict()
     make, data = type(config).from_dict, config.to_dict()
-    others = (
+    copies = (
         make(data),
         make(config.to_diff_dict()),
         type(config)(**data),
         pickle.loads(pickle.dumps(config)),
     )
-    for again in (read, AutoConfig.from_pretrained(tmp_path / "once"), copy.deepcopy(config), *others):
+    for again in (read, AutoConfig.from_pretrained(tmp_path / "once"), copy.deepcopy(config), *copies):
         check_same(again, config)
     assert from_stock(config) is config
     read.save_pretrained(tmp_path / "twice")

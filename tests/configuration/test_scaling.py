@@ -47,8 +47,8 @@ def test_all_arguments_lead_to_one_optimum(name):
     """A model's optimum has FLOPs, tokens and parameters; given any of them, the optimum is the same."""
     config = preset(name)
     best = compute_optimal(config)
-    for given in ("flops", "tokens", "parameters"):
-        again = compute_optimal(config, **{given: getattr(best, given)})
+    for argument in ("flops", "tokens", "parameters"):
+        again = compute_optimal(config, **{argument: getattr(best, argument)})
         for field in ("flops", "tokens", "parameters", "active_parameters"):
             assert getattr(again, field) == pytest.approx(getattr(best, field), rel=1e-5)
 
@@ -63,7 +63,7 @@ def test_of_a_multimodal_model_the_decoder_counts():
 
 
 @pytest.mark.parametrize(
-    ("given", "says"),
+    ("arguments", "says"),
     [
         ({}, "one of flops, tokens and parameters, not none"),
         ({"flops": 1e20, "tokens": 1e9}, "not flops and tokens"),
@@ -80,6 +80,6 @@ def test_of_a_multimodal_model_the_decoder_counts():
         ({"config": "llama-7b"}, "config = str: give a decoder's"),
     ],
 )
-def test_wrong_arguments_are_refused(given, says):
+def test_wrong_arguments_are_refused(arguments, says):
     with pytest.raises(ConfigurationError, match=says):
-        compute_optimal(**given)
+        compute_optimal(**arguments)

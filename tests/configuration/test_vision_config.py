@@ -29,9 +29,9 @@ DERIVED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("given", "expected"), DERIVED)
-def test_derived_sizes(given, expected):
-    config = LlamoeVisionConfig(**SMALL | given)
+@pytest.mark.parametrize(("fields", "expected"), DERIVED)
+def test_derived_sizes(fields, expected):
+    config = LlamoeVisionConfig(**SMALL | fields)
     assert {name: getattr(config, name) for name in expected} == expected
 
 
@@ -57,13 +57,13 @@ BAD = [
 @pytest.mark.parametrize(("field", "value", "match"), BAD)
 def test_wrong_fields_are_refused(field, value, match):
     start = "^" + re.escape(f"LlamoeVisionConfig.{field} = {value!r}: ")
-    given = (
+    fields = (
         {"rope_parameters": {"rope_type": value, "factor": 2.0}}
         if "rope" in field and value
         else {field: value}
     )
     with pytest.raises(ValueError, match=f"{start}.*{match}"):
-        LlamoeVisionConfig(**SMALL | given)
+        LlamoeVisionConfig(**SMALL | fields)
 
 
 def test_rotation_needs_heads_of_four_channels():

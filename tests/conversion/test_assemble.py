@@ -1,4 +1,4 @@
-"""Decoder and tower become one model: texts and pictures as before, prompts that work, steps that train."""
+"""An assembled model computes texts and pictures as decoder and tower did, answers prompts, and trains."""
 
 import json
 import shutil
@@ -40,7 +40,7 @@ from llamoe.conversion.tokenizers import MULTIMODAL_TOKENS
 from llamoe.conversion.upcycle import upcycle
 
 TOLERANCE = 1e-5
-WORDS = 83  # fewer than the 101 rows of the embedding
+WORDS = 83  # fewer tokens than the 101 rows of the embedding
 PIXELS = {"mean": [0.1, 0.2, 0.3], "std": [0.4, 0.5, 0.6]}
 PICTURE = Image.fromarray(np.random.default_rng(3).integers(0, 255, (70, 95, 3), dtype=np.uint8))
 
@@ -55,7 +55,7 @@ def save_tokenizer(folder, size=WORDS, **special):
 
 
 def save_decoder(folder, family="dense", dtype=torch.float32, **config):
-    """A decoder that transformers wrote, with a tokenizer; and the model."""
+    """Save a decoder of transformers with a tokenizer, and return the decoder."""
     if family == "dense":
         model = LlamaForCausalLM(stock_dense_config(**config))
     else:
@@ -67,7 +67,7 @@ def save_decoder(folder, family="dense", dtype=torch.float32, **config):
 
 
 def save_tower(path, image=48, act=torch.nn.GELU):
-    """A folder of open_clip, and its tower of 8 by 8 patches."""
+    """Write a folder of open_clip, and return its tower of 8 by 8 patches."""
     tower = randomize(open_clip_tower(act, image_size=image))
     write_open_clip(path, visual_state(tower), open_clip_config(act is QuickGELU, PIXELS, image_size=image))
     return tower
@@ -75,11 +75,11 @@ def save_tower(path, image=48, act=torch.nn.GELU):
 
 @pytest.fixture(scope="module")
 def parts(tmp_path_factory):
-    """A decoder and a tower of open_clip, in folders that are not to be changed; and both models."""
-    place = tmp_path_factory.mktemp("parts")
-    decoder, visual = save_decoder(place / "decoder"), save_tower(place / "tower")
+    """Write a decoder and a tower of open_clip, in folders that no test changes; return folders and models."""
+    root = tmp_path_factory.mktemp("parts")
+    decoder, visual = save_decoder(root / "decoder"), save_tower(root / "tower")
     return SimpleNamespace(
-        decoder=place / "decoder", tower=place / "tower", decoder_model=decoder, tower_model=visual
+        decoder=root / "decoder", tower=root / "tower", decoder_model=decoder, tower_model=visual
     )
 
 
@@ -124,10 +124,10 @@ def test_texts_give_the_decoders_logits_for_its_whole_vocabulary(parts, tmp_path
 
     model, _ = load(tmp_path / "out")
     assert type(model) is LlamoeForConditionalGeneration
-    ids = some_ids(101)  # rows that no token stands for as well
-    given = logits(model, ids)
-    assert given.shape[-1] == 101 + len(MULTIMODAL_TOKENS)
-    error = max_abs(given[..., :101], logits(decoder, ids))
+    ids = some_ids(101)  # also rows without a token
+    ours = logits(model, ids)
+    assert ours.shape[-1] == 101 + len(MULTIMODAL_TOKENS)
+    error = max_abs(ours[..., :101], logits(decoder, ids))
     record_parity(f"assembled, {family} decoder", type(decoder).__name__, "float32", error)
     assert error < TOLERANCE
 
@@ -177,7 +177,7 @@ def test_three_commands_lead_to_a_model_that_answers_and_trains(tmp_path):
     answer = model.generate(**inputs, max_new_tokens=5, do_sample=False)
     assert 1 <= answer.shape[1] - len(ids) <= 5
 
-    # Texts that only the old tokenizer sees, and padding to a batch.
+    # Texts without pictures, padded to a batch.
     old = AutoTokenizer.from_pretrained(tmp_path / "llama")
     assert processor.tokenizer("word3 word9 other")["input_ids"] == old("word3 word9 other")["input_ids"]
     batch = processor.tokenizer(["word3", "word4 word5"], padding=True, return_tensors="pt")
@@ -249,7 +249,7 @@ def test_parts_of_a_multimodal_model_serve_as_decoder_and_as_tower(parts, tmp_pa
     ids = some_ids(97)
     assert max_abs(logits(model, ids)[..., :101], logits(whole, ids)) < TOLERANCE
 
-    # Its tower comes with an adapter, which is kept, and the result is one that stock knows.
+    # Llama 4's tower has an adapter, which is kept, and transformers can load the result.
     pixels = torch.randn(2, 3, 56, 56)
     for source in ("whole", "meta"):
         report = assemble(parts.decoder, tmp_path / source, tmp_path / f"of-{source}")
@@ -257,8 +257,8 @@ def test_parts_of_a_multimodal_model_serve_as_decoder_and_as_tower(parts, tmp_pa
         for model_class in (LlamoeForConditionalGeneration, Llama4ForConditionalGeneration):
             model = model_class.from_pretrained(tmp_path / f"of-{source}", dtype=torch.float32).eval()
             with torch.no_grad():
-                given, expected = (part.vision_model(pixels).last_hidden_state for part in (model, whole))
-            assert max_abs(given, expected) < TOLERANCE
+                features, expected = (part.vision_model(pixels).last_hidden_state for part in (model, whole))
+            assert max_abs(features, expected) < TOLERANCE
 
 
 def test_a_decoders_chat_template_and_settings_are_not_lost_silently(parts, tmp_path):
@@ -283,18 +283,18 @@ def test_a_decoders_chat_template_and_settings_are_not_lost_silently(parts, tmp_
 
 @pytest.fixture(scope="module")
 def others(parts, tmp_path_factory):
-    """Folders that are no decoders of Llama 4's family with a tokenizer, or no towers."""
-    place = tmp_path_factory.mktemp("others")
+    """Write folders that are no decoder with a tokenizer, or no tower."""
+    root = tmp_path_factory.mktemp("others")
     for kind in ("mistral", "ministral", "mixtral"):
         config = stock_dense_config(num_hidden_layers=2).to_dict() | {"model_type": kind, "sliding_window": 9}
         if kind == "ministral":
             config["layer_types"] = ["sliding_attention", "full_attention"]
-        AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**config)).save_pretrained(place / kind)
-    convert_vision(parts.tower, place / "converted")
-    shutil.copytree(parts.decoder, place / "bare", ignore=shutil.ignore_patterns("tokenizer*"))
+        AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**config)).save_pretrained(root / kind)
+    convert_vision(parts.tower, root / "converted")
+    shutil.copytree(parts.decoder, root / "bare", ignore=shutil.ignore_patterns("tokenizer*"))
     for name in ("decoder", "tower"):
-        (place / name).symlink_to(getattr(parts, name))
-    return place
+        (root / name).symlink_to(getattr(parts, name))
+    return root
 
 
 @pytest.mark.parametrize(

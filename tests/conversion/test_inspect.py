@@ -1,4 +1,4 @@
-"""What `inspect` says of a checkpoint, against the models themselves, and how soon it says it."""
+"""What `inspect` says of a checkpoint is what the model has, and no weight is read for it."""
 
 import dataclasses
 import json
@@ -26,13 +26,13 @@ FAMILIES = pytest.mark.parametrize("family", MODELS)
 
 
 def stock_sized(family):
-    """A configuration of a family that stock can express."""
+    """Return a configuration of a family that transformers can express."""
     return MODELS[family][1](**({"hidden_size": 84} if family == "dense" else {}))
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Gives the folder of a family, saved by stock transformers in bfloat16, and its model."""
+    """Return a function that gives a family's folder, saved by transformers in bfloat16, and its model."""
     root = tmp_path_factory.mktemp("saved")
     models = {}
 
@@ -44,7 +44,7 @@ def saved(tmp_path_factory):
             else:
                 stock = stock_class.config_class.from_dict(to_stock(config))
                 model = draw(stock_class, stock)
-            for parameter in model.parameters():  # not the complex buffers of stock's tower
+            for parameter in model.parameters():  # not the complex buffers of transformers' tower
                 parameter.data = parameter.data.bfloat16()
             models[family] = model
             model.save_pretrained(root / family, max_shard_size="100KB")
@@ -55,7 +55,7 @@ def saved(tmp_path_factory):
 
 @pytest.fixture
 def no_reading(monkeypatch):
-    """Reading a number of a tensor is an error."""
+    """Make reading weights an error."""
 
     def refuse(self, start, stop):
         raise AssertionError(f"{self.origin} was read")
@@ -64,49 +64,49 @@ def no_reading(monkeypatch):
 
 
 @FAMILIES
-def test_what_is_said_is_what_the_model_has(family, saved, no_reading):
+def test_the_description_is_that_of_the_model(family, saved, no_reading):
     folder, model = saved(family)
     config = stock_sized(family)
-    found = inspect(folder)
-    assert found.kind == "hf"
+    inspection = inspect(folder)
+    assert inspection.kind == "hf"
     numbers = sum(parameter.numel() for parameter in model.parameters())
-    assert found.stored == found.parameters["total"] == numbers
-    assert found.dtypes == {"bfloat16": (len(list(model.parameters())), 2 * numbers)}
+    assert inspection.stored == inspection.parameters["total"] == numbers
+    assert inspection.dtypes == {"bfloat16": (len(list(model.parameters())), 2 * numbers)}
     files = sorted(folder.glob("*.safetensors"))
-    assert found.files == {file.name: file.stat().st_size for file in files} and len(files) > 1
-    assert sum(size for _, size in found.parts.values()) == 2 * numbers
-    sizes = found.sizes
+    assert inspection.files == {file.name: file.stat().st_size for file in files} and len(files) > 1
+    assert sum(size for _, size in inspection.parts.values()) == 2 * numbers
+    sizes = inspection.sizes
     assert sizes["hidden_size"] == config.get_text_config().hidden_size
     if family in ("text", "multimodal"):
         experts = [parameter for name, parameter in model.named_parameters() if ".experts." in name]
-        assert found.parts["experts"][0] == sum(parameter.numel() for parameter in experts)
+        assert inspection.parts["experts"][0] == sum(parameter.numel() for parameter in experts)
         assert sizes["num_local_experts"] == 5 and sizes["layers with experts"] == len(experts) // 2 == 2
         assert sizes["num_experts_per_tok"] == config.get_text_config().num_experts_per_tok
         assert sizes["attention_chunk_size"] == 16
         assert sizes["layers without rotation"] == 1
         one = sum(parameter.numel() // 5 for parameter in experts)
-        assert found.parameters["active"] == numbers - (5 - sizes["num_experts_per_tok"]) * one
+        assert inspection.parameters["active"] == numbers - (5 - sizes["num_experts_per_tok"]) * one
     if family in ("tower", "multimodal"):
         prefix = "" if family == "tower" else "vision "
         assert sizes[f"{prefix}image_size"] == 56 and sizes[f"{prefix}tokens_per_tile"] == 4
     words = {"dense": "dense", "text": "Llama 4 text", "multimodal": "Llama 4 multimodal", "tower": "tower"}
-    assert words[family] in found.family
+    assert words[family] in inspection.family
 
 
 @pytest.mark.parametrize("name", ["llama-4-scout", "metaclip-b16"])
 def test_a_preset_without_weights_says_what_it_would_need(name):
-    found = inspect(name)
+    inspection = inspect(name)
     config = preset(name)
-    assert found.needs["bfloat16"] == 2 * found.parameters["total"]
-    assert found.kind == "preset"
+    assert inspection.needs["bfloat16"] == 2 * inspection.parameters["total"]
+    assert inspection.kind == "preset"
     assert (
-        found.stored is None
-        and not found.files
-        and found.parameters["total"] == count_parameters(config).total
+        inspection.stored is None
+        and not inspection.files
+        and inspection.parameters["total"] == count_parameters(config).total
     )
-    assert "weights" not in dict(found.sections())
+    assert "weights" not in dict(inspection.sections())
     if name != "metaclip-b16":
-        assert found.cache == sum(cache_bytes(config, found.context, piece=found.context))
+        assert inspection.cache == sum(cache_bytes(config, inspection.context, piece=inspection.context))
 
 
 @FAMILIES
@@ -114,16 +114,16 @@ def test_a_plan_is_that_of_the_library(family, saved, monkeypatch):
     folder, _ = saved(family)
     machine = {"gpus": 1, "gpu_memory": "6GB", "ram": "5GB"}
     expected = llamoe.plan_placement(folder, **machine)
-    # The folder is open already, and nothing in it is read again.
+    # `inspect` has opened the folder, so planning reads none of its files.
     monkeypatch.setattr(source, "read_header", None)
     monkeypatch.setattr(source, "read_json", None)
-    found = inspect(folder, plan=True, **machine)
-    assert found.placement == expected
-    assert found.placement.device_map == {"": 0} and inspect(folder).placement is None
-    rows = dict(found.sections())["plan"]
+    inspection = inspect(folder, plan=True, **machine)
+    assert inspection.placement == expected
+    assert inspection.placement.device_map == {"": 0} and inspect(folder).placement is None
+    rows = dict(inspection.sections())["plan"]
     assert ("from_pretrained", "device_map={'': 0}") in rows
-    assert json.loads(json.dumps(dataclasses.asdict(found)))["placement"]["weights"] == {
-        "0": found.stored * 2
+    assert json.loads(json.dumps(dataclasses.asdict(inspection)))["placement"]["weights"] == {
+        "0": inspection.stored * 2
     }
 
 
@@ -133,15 +133,15 @@ def test_a_plan_of_weights_that_others_packed_is_that_of_the_library(kind, tmp_p
     published.publish(tmp_path, "mixtral", kind, 32 if kind == "symmetric" else None)
     machine = {"gpus": 0, "ram": "5GB"}
     assert inspect(tmp_path, plan=True, **machine).placement == llamoe.plan_placement(tmp_path, **machine)
-    # Without the files nobody knows the bytes.
+    # config.json alone does not show the bytes.
     with pytest.raises(ValueError, match="give the folder with the weights"):
         inspect(tmp_path / "config.json", plan=True, **machine)
 
 
 def test_a_plan_of_a_preset_says_where_its_experts_are():
     machine = dict(gpus=1, gpu_memory="16GB", ram="64GB", quantization="int4:64", context=1024)
-    found = inspect("llama-4-scout", plan=True, **machine)
-    rows = dict(found.sections())["plan"]
+    inspection = inspect("llama-4-scout", plan=True, **machine)
+    rows = dict(inspection.sections())["plan"]
     assert any("routed experts are in RAM" in text for _, text in rows)
     assert any("'experts': 'cpu'" in text and "experts_memory=" in text for _, text in rows)
 
@@ -161,7 +161,7 @@ def test_context_and_batch_count_in_the_cache_alone(saved):
     assert plain.cache == 2 * 2 * 2 * 20 * 16 * 5
     assert wide.cache == sum(cache_bytes(config, 200, 3, piece=200))
     assert wide.needs == plain.needs
-    assert inspect(folder).context == 256  # all that the model has
+    assert inspect(folder).context == 256  # the model's limit
     assert inspect(saved("tower")[0]).context is None
     for options, word in (({"context": 257}, "257"), ({"batch": 0}, "batch"), ({"context": True}, "context")):
         with pytest.raises(ValueError, match=word):
@@ -169,6 +169,7 @@ def test_context_and_batch_count_in_the_cache_alone(saved):
 
 
 def test_a_format_that_cannot_store_a_model_has_no_packed_bytes(saved):
+    """int4 needs a multiple of 16 outputs, and this model has 120."""
     assert inspect(saved("multimodal")[0]).needs.keys() == {"bfloat16", "int8"}
 
 
@@ -177,8 +178,8 @@ def test_a_configuration_without_weights_says_what_it_would_need(family, saved, 
     folder, _ = saved(family)
     expected = inspect(folder)
     (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
-    for place in (tmp_path, tmp_path / "config.json"):
-        bare = inspect(place)
+    for path in (tmp_path, tmp_path / "config.json"):
+        bare = inspect(path)
         assert bare.kind == "configuration" and bare.stored is None
         assert bare.parameters == expected.parameters and bare.needs == expected.needs
 
@@ -194,7 +195,7 @@ def test_a_name_of_nothing_and_another_architecture_are_errors(tmp_path):
 
 
 @pytest.mark.parametrize("to", ["int4", "int8"])
-def test_packed_weights_are_told_with_their_bytes(to, tmp_path, monkeypatch):
+def test_packed_weights_are_described_with_their_bytes(to, tmp_path, monkeypatch):
     config = llamoe.LlamoeTextConfig(
         vocab_size=101, hidden_size=128, intermediate_size=64, intermediate_size_mlp=192, num_hidden_layers=2,
         num_attention_heads=8, num_key_value_heads=2, head_dim=16, num_local_experts=5, interleave_moe_layer_step=2,

@@ -1,4 +1,4 @@
-"""Fewer key/value heads by mean pooling: means written out, the same function where merged heads are equal."""
+"""Merged key/value heads are means, and a model whose merged heads were equal computes the same."""
 
 import copy
 
@@ -32,7 +32,7 @@ def stock(kind, **text):
 
 
 def repeated(model, times):
-    """The same model with each key/value head written `times` times."""
+    """Return the same model with each key/value head repeated `times` times."""
     config = copy.deepcopy(model.config)
     text = config.get_text_config()
     text.num_key_value_heads *= times

@@ -1,4 +1,4 @@
-"""`quantize` writes the bits that a quantized model saves, one block at a time, and `convert` unpacks them."""
+"""`quantize` writes, block by block, the bits that a quantized model saves; `convert` turns them back to 16 bits."""
 
 import json
 import shutil
@@ -19,7 +19,7 @@ from llamoe.conversion.hf.packed_weights import pack_tensors
 from llamoe.conversion.io.lazy_tensor import blocks
 from llamoe.modeling import formats
 
-# The formats need outputs in multiples of 16 and inputs in multiples of 32.
+# Numbers of outputs are multiples of 16, and of inputs of 32, as the formats need.
 SIZES = dict(
     vocab_size=102,
     hidden_size=128,
@@ -53,7 +53,7 @@ MODELS = {
     "tied": lambda: dense(tie_word_embeddings=True),
     "balanced": lambda: text(router_balancing="bias"),
     "biases": lambda: text(attention_bias=True),
-    # Saved in another dtype than bfloat16.
+    # Saved in other dtypes than bfloat16.
     "float32": text,
     "float16": text,
     "pictures": lambda: draw(llamoe.LlamoeForConditionalGeneration, multimodal_config(**SIZES, **TEXT)),
@@ -62,7 +62,7 @@ MODELS = {
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Return a function that gives the folder and the class of a model; tests do not change the folder."""
+    """Return a function that gives for a model's name its folder, which no test changes, and its class."""
 
     @cache
     def save(name):
@@ -79,7 +79,7 @@ def saved(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def packed(saved, tmp_path_factory):
-    """Return a function that gives the folder that `quantize` makes of one of them; tests do not change it."""
+    """Return a function that gives the folder that `quantize` makes of one of these models; no test changes it."""
 
     @cache
     def pack(name, to):
@@ -126,11 +126,11 @@ def test_the_folder_has_the_bits_that_a_quantized_model_saves(name, options, sav
     model.save_pretrained(tmp_path / "saved")
     report = quantize(source, tmp_path / "packed", shard_size="60KB", **options)
 
-    found = tensors_in(tmp_path / "packed")
-    assert_same_weights(found, tensors_in(tmp_path / "saved"))
+    packed_tensors = tensors_in(tmp_path / "packed")
+    assert_same_weights(packed_tensors, tensors_in(tmp_path / "saved"))
     for field in ("quantization_config", "architectures", "dtype", "model_type", "auto_map"):
         assert config_in(tmp_path / "packed")[field] == config_in(tmp_path / "saved")[field]
-    assert report.bytes == sum(tensor.nbytes for tensor in found.values())
+    assert report.bytes == sum(tensor.nbytes for tensor in packed_tensors.values())
     assert report.bytes == sum(after for _, after in report.parts.values())
     assert sum(before for before, _ in report.parts.values()) == sum(
         tensor.nbytes for tensor in open_checkpoint(source).tensors.values()
@@ -184,7 +184,7 @@ def test_a_block_is_one_expert_which_is_read_and_packed_once(name, saved, monkey
             assert len(blocks(part)) == len(ranges)
             for rows in blocks(part):
                 part.read(*rows)
-            # Scales were kept when the codes were read, so that nothing is read twice.
+            # Reading the scales reads no weight again: they were kept when the codes were read.
             assert reads == expected and len(packed) == len(expected)
 
 

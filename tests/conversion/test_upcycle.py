@@ -1,4 +1,4 @@
-"""A dense LLaMA or Mistral becomes a mixture like Llama 4 or Mixtral, with the same outputs for any router."""
+"""Upcycled mixtures of Llama 4's or Mixtral's kind compute what the dense model computes, for any router."""
 
 import json
 
@@ -23,10 +23,11 @@ from llamoe.conversion.io.lazy_tensor import blocks
 from llamoe.conversion.open import open_checkpoint
 from llamoe.conversion.upcycle import Mixture, as_mixtral, as_text_model, upcycle
 
-# For logits of deviation 1. Llama 4 sums rotated channels in another order; Mixtral's scores sum to 1 within 1e-6.
-# A window that is off by one, or scores that do not sum to 1, change logits by more than 1e-2.
+# For logits of standard deviation about 1. In Llama 4, rotated channels are summed in another order. In Mixtral, the
+# scores of the chosen experts sum to 1 only within a few 1e-7 in each of three layers. A window that is off by one, or
+# scores that do not sum to 1, change logits by 1e-2 and more.
 TOLERANCE = 1e-5
-# Tokens of a sliding window, fewer than the texts have.
+# A sliding window that is much shorter than the texts.
 WINDOW = 9
 KINDS = {
     "llama": (LlamaForCausalLM, LlamaConfig, {}),
@@ -46,18 +47,18 @@ CLASSES = {
 
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory):
-    """Return a function that gives a folder written by transformers, and its model; tests change neither."""
-    made = {}
+    """Return a function that gives a folder that transformers has saved, and its model; no test changes them."""
+    saved = {}
 
     def get(kind="llama", dtype=torch.float32, **fields):
         key = (kind, dtype, repr(fields))
-        if key not in made:
+        if key not in saved:
             model_class, config_class, more = KINDS[kind]
             model = stock_model(model_class, config_class(**{**DENSE, **more, **fields})).to(dtype)
             model.generation_config.max_new_tokens = 7
             model.save_pretrained(folder := tmp_path_factory.mktemp("dense"))
-            made[key] = folder, model
-        return made[key]
+            saved[key] = folder, model
+        return saved[key]
 
     return get
 
@@ -72,7 +73,7 @@ def logits(model, ids):
 
 
 def set_routers(model, scale):
-    """Draw routers of a deviation; at 30, Llama 4's scores are near 0 or 1, and one of Mixtral's scores is near 1."""
+    """Draw routers of a deviation; at 30 all scores of Llama 4 are near 0 or 1, and one of Mixtral's is near 1."""
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if name.endswith((".router.weight", ".gate.weight")):
@@ -96,13 +97,12 @@ def test_the_mixture_computes_the_dense_function_for_any_router(
 ):
     source, model = dense("llama" if family == "llama4" else "mistral")
     report = upcycle(source, tmp_path / "moe", experts=experts, interleave=interleave, top_k=top_k)
-    # If Mixtral chooses one expert, its score is 1, and the router gets no gradient.
+    # With one expert a token, Mixtral's score is always 1, so that the router gets no gradient from the loss.
     is_noted = any("its score is always 1" in note for note in report.notes)
     assert is_noted == (family == "mixtral" and top_k == 1)
     ids, greedy = some_ids(), dict(do_sample=False, max_new_tokens=12, eos_token_id=-1, pad_token_id=0)
     expected, tokens = logits(model, ids), model.generate(ids, **greedy)
-    # Stock reads the folder, too.
-    for model_class in CLASSES[family]:
+    for model_class in CLASSES[family]:  # transformers loads it, too, if it can express it
         mixture = load_whole(model_class, tmp_path / "moe", dtype=torch.float32).eval()
         if family == "llama4":
             assert list(mixtures(mixture)) == list(range(interleave - 1, 3, interleave))

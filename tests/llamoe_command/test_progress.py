@@ -133,12 +133,12 @@ case $* in
     *--version*) exec g++ "$@" ;;
 esac
 for word; do
-    [ "$before" = -o ] && made=$word
+    [ "$before" = -o ] && output_file=$word
     before=$word
 done
-echo "$made" >> {log}
-case $made in
-    *.main.so) sleep 2; exec cp {kernels} "$made" ;;
+echo "$output_file" >> {log}
+case $output_file in
+    *.main.so) sleep 2; exec cp {kernels} "$output_file" ;;
     *) exit 1 ;;
 esac
 """

@@ -104,10 +104,10 @@ def test_experts_are_offloaded_before_layers():
     whole = planned(rest + experts + cache, 0)
     assert whole.device_map == {"": 0} and whole.experts_memory is None and whole.hit_share == 0
     # With one byte less the experts of the second mixture go to RAM, and the space that they leave caches experts.
-    some = planned(rest + experts + cache - 1, experts)
-    assert some.device_map == {"": 0, "model.layers.3.feed_forward.experts": "cpu"}
-    assert some.experts == {0: experts // 2, "cpu": experts // 2}
-    assert some.experts_memory == experts // 2 - 1 and some.remaining[0] == 0
+    partly = planned(rest + experts + cache - 1, experts)
+    assert partly.device_map == {"": 0, "model.layers.3.feed_forward.experts": "cpu"}
+    assert partly.experts == {0: experts // 2, "cpu": experts // 2}
+    assert partly.experts_memory == experts // 2 - 1 and partly.remaining[0] == 0
     every = planned(rest + cache + one, experts)
     assert every.device_map == {"": 0, "experts": "cpu"} and every.experts_memory == one
     on_disk = planned(rest + cache + one, experts - 1)
@@ -205,9 +205,9 @@ def test_llamoes_formats_are_planned_before_the_weights_are_quantized(form, tmp_
     assert f"--to {weights}" in str(planned) and f'QuantizationConfig("{weights}"' in str(planned)
     loaded = llamoe.LlamoeForCausalLM.from_pretrained(tmp_path / "packed")
     tensors = [*loaded.named_parameters(), *loaded.named_buffers()]
-    held = {name: tensor.nbytes for name, tensor in tensors if "rotary" not in name}
-    assert written.form == f"llamoe {weights}" and written.weights == {"cpu": sum(held.values())}
-    assert written.experts == {"cpu": sum(size for name, size in held.items() if is_expert(name))}
+    sizes_loaded = {name: tensor.nbytes for name, tensor in tensors if "rotary" not in name}
+    assert written.form == f"llamoe {weights}" and written.weights == {"cpu": sum(sizes_loaded.values())}
+    assert written.experts == {"cpu": sum(size for name, size in sizes_loaded.items() if is_expert(name))}
     for more in ({"bits": 16}, {"quantization": "int8"}):
         with pytest.raises(ValueError, match="is quantized already: leave bits and quantization out"):
             plan_placement(tmp_path / "packed", **more)
@@ -377,9 +377,9 @@ def test_folders_packed_by_other_programs_are_planned_as_they_are_loaded(kind, g
     plan = plan_placement(tmp_path, ram="1GB", **arguments)
     loaded = llamoe.LlamoeForCausalLM.from_pretrained(tmp_path, **plan.arguments())
     tensors = [*loaded.named_parameters(), *loaded.named_buffers()]
-    held = {name: tensor.nbytes for name, tensor in tensors if "rotary" not in name}
-    assert plan.weights == {"cpu": sum(held.values())}
-    assert plan.experts == {"cpu": sum(size for name, size in held.items() if is_expert(name))}
+    sizes_loaded = {name: tensor.nbytes for name, tensor in tensors if "rotary" not in name}
+    assert plan.weights == {"cpu": sum(sizes_loaded.values())}
+    assert plan.experts == {"cpu": sum(size for name, size in sizes_loaded.items() if is_expert(name))}
     away = plan_placement(tmp_path, ram=plan.weights["cpu"] + plan.cache["cpu"] - 100, **arguments)
     assert away.device_map == {"": "cpu", "experts": "disk"} and away.experts == {"disk": plan.experts["cpu"]}
     offloaded = llamoe.LlamoeForCausalLM.from_pretrained(tmp_path, **away.arguments())

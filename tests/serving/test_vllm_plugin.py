@@ -93,8 +93,8 @@ def test_a_head_is_tied_if_the_field_of_text_config_is_true():
 
 
 def test_rope_parameters_without_value_are_left_out_and_factors_are_floats():
-    given = dict(rope_type="linear", rope_theta=10000.0, factor=4, partial_rotary_factor=None)
-    parameters = native_config(DENSE, rope_parameters=given).rope_parameters
+    rope_parameters = dict(rope_type="linear", rope_theta=10000.0, factor=4, partial_rotary_factor=None)
+    parameters = native_config(DENSE, rope_parameters=rope_parameters).rope_parameters
     assert "partial_rotary_factor" not in parameters
     # vLLM takes an integer for a list of factors.
     assert isinstance(parameters["factor"], float)
@@ -145,8 +145,8 @@ def test_llamoes_formats_and_quantized_mixtures_are_refused(tmp_path):
 
 
 def test_vllm_finds_the_plugin_by_its_entry_point():
-    (found,) = entry_points(group="vllm.general_plugins", name="llamoe")
-    assert found.load() is vllm_plugin.register
+    (entry_point,) = entry_points(group="vllm.general_plugins", name="llamoe")
+    assert entry_point.load() is vllm_plugin.register
 
 
 def test_without_vllm_the_plugin_only_warns(monkeypatch, caplog):
@@ -183,10 +183,10 @@ def test_vllm_shows_a_refusal_and_ignores_the_plugin_with_model_impl_transformer
     program = "\n".join(
         (
             "from vllm.engine.arg_utils import EngineArgs",
-            f"given = dict(model={str(tmp_path)!r}, skip_tokenizer_init=True)",
-            "config = EngineArgs(**given, model_impl='transformers').create_model_config()",
+            f"arguments = dict(model={str(tmp_path)!r}, skip_tokenizer_init=True)",
+            "config = EngineArgs(**arguments, model_impl='transformers').create_model_config()",
             "print(config.architecture, type(config.hf_config).__name__)",
-            "EngineArgs(**given).create_model_config()",
+            "EngineArgs(**arguments).create_model_config()",
         )
     )
     done = subprocess.run([sys.executable, "-c", program], env=environment(), capture_output=True, text=True)

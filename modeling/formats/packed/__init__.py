@@ -1,8 +1,8 @@
-"""Layouts of quantized weights in published folders, and their conversion to int4.
+"""Layouts in which other programs store quantized weights, and the conversion of 4-bit codes to int4.
 
-Reading order: layout (the interface, and the conversion), eight_bits (which become plain weights), four_bits
-(compressed-tensors, GPTQ, AWQ). 4-bit codes are kept as they are; only scales are rounded. The packages that wrote the
-folders are not needed.
+Reading order: layout (the interface), eight_bits (FP8 and W8A8, which become plain weights), four_bits
+(compressed-tensors, GPTQ, AWQ, which become int4 with the same codes). The packages that wrote the folders are not
+needed.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,4 +19,4 @@ LAYOUTS: dict[str, Callable[[Mapping[str, Any]], Layout]] = {
     "fp8": fine_grained_fp8,
     "gptq": gptq,
 }
-"""Functions from the `quantization_config` in a folder's config.json to its layout, by `quant_method`."""
+"""For each `quant_method`, the function that makes a layout of the `quantization_config` in config.json."""

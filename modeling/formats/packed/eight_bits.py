@@ -1,11 +1,12 @@
-"""8-bit weights with scales, float8 (E4M3) or int8, which are loaded as plain weights; int8 takes its codes.
+"""8-bit weights with scales, float8 (E4M3) or int8, which are loaded as plain weights.
 
 `weight` is `[O, I]`. There is a scale for the whole matrix, for each output, or for each block of outputs and inputs.
 compressed-tensors (`float-quantized`, `int-quantized`) and fbgemm name it `weight_scale`; transformers' `fp8` names it
 `weight_scale_inv`, although weights are multiplied by it, too.
 
-Experts are stored one by one, or in stacks: fbgemm's of Llama 4, with `gate_up_proj_scale` beside `gate_up_proj`.
-transformers' `fp8` stores Mixtral's codes one by one, and their scales in stacks.
+Each expert has tensors of its own, or a tensor holds all experts (a stack): fbgemm stores Llama 4 as the stacks
+`gate_up_proj` and `gate_up_proj_scale`. transformers' `fp8` stores Mixtral's codes expert by expert, but its scales in
+stacks.
 
 Shapes: O outputs, I inputs.
 """
@@ -32,7 +33,7 @@ class EightBits(Layout):
     """Weights of 8 bits.
 
     Attributes:
-        block: outputs and inputs that share a scale; 0 for all of them.
+        block: how many outputs and inputs share a scale; 0 for all of them.
         method: the `quant_method` in config.json.
         kinds: the last parts of the names of codes and scales.
     """
@@ -63,7 +64,7 @@ class EightBits(Layout):
         shape = [-(-sizes[0] // self.block[0]) if self.block[0] else 1, self.num_groups(sizes[1])]
         # Files may leave out axes of size 1.
         scale = scale.reshape(shape)
-        # Check here: attention masks NaN keys out, so logits would be wrong without an error.
+        # Attention masks keys that are NaN, so logits would be wrong without an error.
         if not scale.isfinite().all():
             raise CheckpointError(f"{self.kinds[1]} is NaN or infinite: copy the checkpoint again.")
         scale = scale.repeat_interleave(self.block[0] or sizes[0], 0)[: sizes[0]]
@@ -73,7 +74,7 @@ class EightBits(Layout):
     def parts_of(
         self, matrices: Sequence[Mapping[str, torch.Tensor]], sizes: Sizes, form: Format
     ) -> list[torch.Tensor] | None:
-        """Return int8's parts for codes of int8 with a scale for each output; None for others."""
+        """Return int8's parts if the codes are int8 with a scale for each output, else None."""
         is_int8 = matrices[0]["weight"].dtype == torch.int8 and self.block == _BLOCKS["channel"]
         if not (is_int8 and isinstance(form, Int8)):
             return None
@@ -90,7 +91,7 @@ def eight_bits(scheme: Mapping[str, Any], activations: Mapping[str, Any] | None)
         activations: how activations are quantized; None if they are not.
 
     Raises:
-        ConfigurationError: weights with zero points, or with scales for other parts.
+        ConfigurationError: weights with zero points, or scales for other groups.
     """
     strategy = scheme["strategy"]
     block = scheme["block_structure"] if strategy == "block" else _BLOCKS.get(strategy)
@@ -118,9 +119,9 @@ def fbgemm_fp8(config: Mapping[str, Any]) -> EightBits:
 
 
 def _warn(scheme: str) -> None:
-    # A command may read one folder's config several times.
+    # Once, since a command may read a folder's config several times.
     logger.warning_once(
-        "The folder's weights in 8 bits are held in 16, and its scheme for activations (%s) is not applied: logits "
-        "differ from those of programs that do.",
+        "The folder's 8-bit weights become 16-bit weights, and activations are not quantized (%s in config.json): "
+        "logits differ from those of programs that quantize them.",
         scheme,
     )

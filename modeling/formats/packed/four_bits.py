@@ -30,8 +30,9 @@ _ONES = 0x11111111
 class FourBits(Layout):
     """Codes of 4 bits, 0 to 15, eight in a 32-bit word.
 
-    Words are `[O, I / 8]` with eight inputs each, lowest bits first; or `[O / 8, I]` with eight outputs each, if
-    `positions` says where in a word each output is.
+    Attributes:
+        positions: None if words are `[O, I / 8]` with eight inputs each, lowest bits first. If words are `[O / 8, I]`
+            with eight outputs each, the position of each output in its word.
     """
 
     group_size: int | None
@@ -51,18 +52,18 @@ class FourBits(Layout):
     def parts_of(
         self, matrices: Sequence[Mapping[str, torch.Tensor]], sizes: Sizes, form: Format
     ) -> list[torch.Tensor] | None:
-        """Convert matrices to int4's parts: the codes are kept, scales and offsets are rounded to bfloat16.
+        """Convert matrices to int4's parts: keep the codes, round scales and offsets to bfloat16.
 
-        A scale per output is repeated for each of int4's groups. If groups are not consecutive inputs, which int4
-        cannot express, the weights are quantized again.
+        A scale of a whole output is repeated for each of int4's groups. int4's groups are consecutive inputs; weights
+        with other groups are quantized again.
         """
         if not isinstance(form, Int4):
             return None
         unpacked = [self.unpack(tensors, sizes) for tensors in matrices]
         if any(matrix.group_of_input is not None for matrix in unpacked):
             logger.warning_once(
-                "Weights whose groups are not of neighbouring inputs (desc_act) are quantized anew, which loses some "
-                "of their precision: int4 has no such groups."
+                "Weights whose groups are not consecutive inputs (desc_act) are quantized again, which loses some "
+                "precision: int4 has no such groups."
             )
             return form.quantize(torch.cat([self._weight_of(matrix, sizes) for matrix in unpacked]))
         words = [matrix.codes for matrix in unpacked]
@@ -75,7 +76,7 @@ class FourBits(Layout):
         return [packed, scales_for(form, packed, scale, scale * (8 - zero))]
 
     def _groups_out_of_order(self, groups: torch.Tensor | None) -> torch.Tensor | None:
-        """Return the group of each input, `[I]`; None if each group is consecutive inputs, or groups are not stored."""
+        """Return the stored group of each input, `[I]`; None if it is missing, or if groups are consecutive inputs."""
         if groups is None or self.group_size is None or (groups < 0).all():
             return None
         in_order = torch.arange(len(groups), device=groups.device) // self.group_size
@@ -85,7 +86,7 @@ class FourBits(Layout):
 def pack_for(form: Int4, codes: torch.Tensor) -> torch.Tensor:
     """Pack codes `[O, I]` uint8 as int4's first part."""
     (shape, _), _ = form.parts((codes.shape[0], codes.shape[1]))
-    # Any code will do as padding: it is multiplied by inputs of 0.
+    # Padding may be any code, since it is multiplied by inputs of 0.
     return pack(F.pad(codes, (0, 2 * shape[1] - codes.shape[1]), value=8).contiguous())
 
 
@@ -94,9 +95,9 @@ def scales_for(form: Int4, packed: torch.Tensor, scale: torch.Tensor, offset: to
 
     Args:
         form: the format.
-        packed: its first part.
-        scale: `[O, G]`, or `[O, 1]` for all groups.
-        offset: the values of code 8, in the same shape.
+        packed: the format's first part.
+        scale: `[O, G]`; or `[O, 1]`, which is repeated for all groups.
+        offset: the value of code 8, in the same shape.
     """
     num_groups = 2 * packed.shape[1] // form.group_size
     return torch.stack([part.expand(-1, num_groups).T for part in (scale, offset)], -1).to(torch.bfloat16)
@@ -106,8 +107,8 @@ def _nibbles(words: torch.Tensor, positions: tuple[int, ...] | None = None) -> t
     """Unpack eight codes from each 32-bit word, `[n, w]` int32 to `[n, 8 w]` uint8.
 
     Args:
-        words: lowest bits first.
-        positions: of each code in its word; None if they are in order.
+        words: with the first code in the lowest bits.
+        positions: the position of each code in its word; None for 0 to 7.
     """
     bytes_ = words.contiguous().view(torch.uint8)
     codes = torch.stack((bytes_ & 15, bytes_ >> 4), -1).view(len(words), -1, 8)
@@ -118,8 +119,8 @@ def _nibbles(words: torch.Tensor, positions: tuple[int, ...] | None = None) -> t
 class CompressedTensors(FourBits):
     """compressed-tensors' format `pack-quantized`, which llm-compressor writes.
 
-    `weight_packed` `[O, I / 8]` has eight inputs a word, lowest bits first, as codes of 0 to 15. Signed codes are
-    stored plus 8, and so are zero points, packed along outputs `[O / 8, G]`: symmetric weights have a zero of 8.
+    `weight_packed` is `[O, I / 8]`. Signed codes are stored plus 8, and so are zero points, which are packed along
+    outputs, `[O / 8, G]`. Symmetric weights have a zero point of 8.
     """
 
     is_symmetric: bool = True
@@ -129,7 +130,7 @@ class CompressedTensors(FourBits):
     def _unpack(self, tensors: Mapping[str, torch.Tensor], sizes: Sizes) -> Unpacked:
         scale, groups = tensors["weight_scale"], self._groups_out_of_order(tensors.get("weight_g_idx"))
         zeros = tensors.get("weight_zero_point") if self.is_symmetric else tensors["weight_zero_point"]
-        # Of symmetric weights some files have zeros of 0 in another dtype.
+        # Some files have zero points for symmetric weights, too: 0 in another dtype.
         if zeros is None or (self.is_symmetric and zeros.dtype != torch.int32):
             zero = torch.full_like(scale, 8, dtype=torch.uint8)
         else:
@@ -141,11 +142,11 @@ class CompressedTensors(FourBits):
 class Gptq(FourBits):
     """GPTQ's weights, as AutoGPTQ and GPTQModel write them.
 
-    `qweight` `[I / 8, O]` has eight inputs a word, `qzeros` `[G, O / 8]` eight outputs, lowest bits first; `scales` is
-    `[G, O]`. `g_idx` `[I]` is the group of each input: with `desc_act` a group's inputs are usually not consecutive.
+    `qweight` is `[I / 8, O]`, `qzeros` `[G, O / 8]` with eight outputs in a word, and `scales` `[G, O]`. `g_idx` `[I]`
+    is the group of each input; with `desc_act` a group's inputs are usually not consecutive.
 
     Attributes:
-        has_true_zeros: version 2, where zero points are stored unchanged, not minus 1.
+        has_true_zeros: True for version 2, which stores zero points unchanged; version 1 stores them minus 1.
     """
 
     has_true_zeros: bool = False
@@ -153,7 +154,7 @@ class Gptq(FourBits):
     kinds = ("qweight", "qzeros", "scales", "g_idx")
 
     def _unpack(self, tensors: Mapping[str, torch.Tensor], sizes: Sizes) -> Unpacked:
-        # Add 1 to the whole words, as GPTQModel subtracted it from them: a zero of 0 borrowed from its neighbour.
+        # GPTQModel subtracts 1 from each code of a whole word, so a zero point of 0 borrows from its neighbour.
         zeros = tensors["qzeros"] if self.has_true_zeros else tensors["qzeros"] + _ONES
         zero = _nibbles(zeros)[:, : sizes[0]].T
         groups = self._groups_out_of_order(tensors.get("g_idx"))
@@ -164,8 +165,8 @@ class Gptq(FourBits):
 class Awq(FourBits):
     """AWQ's format `gemm`, as AutoAWQ writes it.
 
-    `qweight` `[I, O / 8]` and `qzeros` `[G, O / 8]` have eight outputs a word, lowest bits first in the order 0, 2, 4,
-    6, 1, 3, 5, 7; `scales` is `[G, O]`.
+    `qweight` `[I, O / 8]` and `qzeros` `[G, O / 8]` have eight outputs in a word, from the lowest bits in the order
+    0, 2, 4, 6, 1, 3, 5, 7. `scales` is `[G, O]`.
     """
 
     positions = (0, 4, 1, 5, 2, 6, 3, 7)
@@ -189,7 +190,7 @@ def compressed_tensors(config: Mapping[str, Any]) -> Layout:
     ]
     if not schemes or any(scheme != schemes[0] for scheme in schemes):
         raise unread("config_groups", sorted(groups), "one kind of weights")
-    # Transforms rotate the activations, so without them the layers' weights would be wrong.
+    # The weights are for rotated activations.
     if transforms := (config.get("transform_config") or {}).get("config_groups"):
         raise unread("transform_config", sorted(transforms), "a model without transforms")
     scheme, names = schemes[0], ("input_activations", "output_activations")
@@ -222,7 +223,7 @@ def gptq(config: Mapping[str, Any]) -> Gptq:
     version = config.get("checkpoint_format") or config.get("format") or "gptq"
     if version not in ("gptq", "gptq_v2"):
         raise unread("checkpoint_format", version, "'gptq' or 'gptq_v2'")
-    # A rule without settings only names layers that are not quantized.
+    # A rule without settings names layers that are not quantized.
     if rules := [rule for rule in (config.get("dynamic") or {}).values() if rule]:
         raise unread("dynamic", rules, "one kind of weights")
     return Gptq(_group_size(config.get("group_size", 128)), version == "gptq_v2")

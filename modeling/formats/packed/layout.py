@@ -20,7 +20,7 @@ class Unpacked(NamedTuple):
     """A matrix whose values are (code − zero) × scale.
 
     Attributes:
-        codes: `[O, I]`; or words that hold several codes, as they are stored.
+        codes: `[O, I]`; or as they are stored, in words of several codes.
         scale: `[O, G]`.
         zero: `[O, G]`, the code of value 0.
         group_of_input: `[I]`, the group of each input; None if each group is consecutive inputs.
@@ -33,16 +33,16 @@ class Unpacked(NamedTuple):
 
 
 class Layout(ABC):
-    """The layout in which a folder stores the matrices of linear layers, including those of single experts.
+    """A layout in which a folder stores the matrices of linear layers and of single experts.
 
-    A matrix is several tensors. The last part of a tensor's name is its kind, such as "weight_scale".
+    A matrix is stored as several tensors. The last part of a tensor's name is its kind, such as "weight_scale".
 
     Attributes:
         group_size: inputs that share a scale; None for one scale an output.
         method: the `quant_method` in config.json.
-        kinds: all kinds that a matrix's tensors may have; the first is that of the codes.
-        in_stacks: what follows a stack's name in the names of its codes and scales; empty if files have no stacks.
-        is_int4: int4 can hold the codes.
+        kinds: all kinds that a matrix's tensors may have, that of the codes first.
+        in_stacks: name suffixes of the codes and scales of all experts, after the stack's name; () if files have none.
+        is_int4: True if int4 can hold the codes.
     """
 
     group_size: int | None
@@ -57,12 +57,12 @@ class Layout(ABC):
 
     @property
     def stacked_scales(self) -> tuple[str, ...]:
-        """Ends of the names of tensors with all experts' scales; beside them no expert can be read alone."""
+        """Name suffixes of tensors with the scales of all experts; such experts cannot be read one by one."""
         return ()
 
     def nbytes_loaded(self, kind: str, nbytes: int) -> int:
         """Return the bytes that a packed tensor of `nbytes` in its file takes in the loaded model."""
-        # Scales and zero points are counted with the codes, whose names may also end as a stack's.
+        # Count scales and zero points with the codes. Codes of a stack have the stack's name, such as "down_proj".
         if kind != self.kinds[0] and not kind.endswith("_proj"):
             return 0
         # In int4 a byte has two codes, and each group of inputs adds four bytes of scale and offset.
@@ -74,7 +74,7 @@ class Layout(ABC):
 
     @abstractmethod
     def _unpack(self, tensors: Mapping[str, torch.Tensor], sizes: Sizes) -> Unpacked:
-        """Unpack the tensors of one matrix, which may be missing or have other sizes."""
+        """Unpack one matrix, without checks: a missing tensor is a `KeyError`."""
 
     @abstractmethod
     def parts_of(
@@ -100,10 +100,10 @@ class Layout(ABC):
         return stored
 
     def unpack(self, tensors: Mapping[str, torch.Tensor], sizes: Sizes) -> Unpacked:
-        """Unpack the tensors of one matrix, given by kind; codes stay as they are stored.
+        """Unpack one matrix from its tensors by kind; codes in words stay packed.
 
         Raises:
-            CheckpointError: a tensor is missing, or has not the shape or dtype that config.json means.
+            CheckpointError: a tensor is missing, or has another shape or dtype than config.json means.
         """
         try:
             unpacked = self._unpack(tensors, sizes)
@@ -125,7 +125,7 @@ class Layout(ABC):
     def weight_of(
         self, tensors: Mapping[str, torch.Tensor], sizes: Sizes, dtype: torch.dtype = torch.float32
     ) -> torch.Tensor:
-        """Return a layer's weight `[O, I]`, computed in float32, or as it is if it is plain already."""
+        """Return a matrix dequantized in float32, `[O, I]`; a plain weight as it is."""
         if set(tensors) == {"weight"} and tensors["weight"].dtype.itemsize > 1:
             return tensors["weight"]
         return self._weight_of(self.unpack(tensors, sizes), sizes, dtype)
@@ -137,7 +137,7 @@ class Layout(ABC):
         if groups is None:
             groups = torch.arange(sizes[1], device=codes.device) // (self.group_size or sizes[1])
         weight = torch.empty(codes.shape, dtype=dtype, device=codes.device)
-        # Take a few outputs at a time, since float32 needs a lot of memory.
+        # Compute a few outputs at a time, since float32 needs a lot of memory.
         step = max(_WEIGHTS_AT_ONCE // sizes[1], 1)
         tensors = (weight, codes, unpacked.zero, unpacked.scale)
         for target, *operands in zip(*(tensor.split(step) for tensor in tensors), strict=True):
@@ -147,8 +147,8 @@ class Layout(ABC):
 
 
 def unread(key: str, value: Any, expected: str) -> ConfigurationError:
-    """Return the error for an unsupported value in `quantization_config`."""
+    """Return the error for a value of `quantization_config` that is not supported."""
     return ConfigurationError(
-        f"config.json: quantization_config.{key} is {value!r}, where {expected} is read. Load the model that this one "
-        "was made of, if memory is short with quantization_config=llamoe.QuantizationConfig('int4')."
+        f"config.json: quantization_config.{key} is {value!r}, but only {expected} is read. Load the model that was "
+        "quantized; if memory is short, with quantization_config=llamoe.QuantizationConfig('int4')."
     )

@@ -1,4 +1,4 @@
-"""Towers for pictures of another size: positions are resized as by open_clip, and pixels are prepared as by it."""
+"""Towers for pictures of another size: open_clip resizes positions and prepares pixels to the same numbers."""
 
 from types import SimpleNamespace
 
@@ -30,7 +30,7 @@ from llamoe.conversion.convert_vision import convert_vision
 
 
 def picture() -> Image.Image:
-    """Neither square nor even, and nothing in it twice."""
+    """Make a picture that is not square, has odd sides, and shows every flip or swap of channels."""
     rows, columns = np.mgrid[0:97, 0:145]
     channels = [rows * 255 // 96, columns * 255 // 144, (rows * 7 + columns * 3) % 256]
     return Image.fromarray(np.stack(channels, axis=-1).astype(np.uint8))
@@ -76,9 +76,9 @@ def test_features_of_resized_towers_are_those_of_open_clip(tmp_path, grid):
 
 @pytest.mark.parametrize(("resize_mode", "interpolation"), [("shortest", "bicubic"), ("squash", "bilinear")])
 def test_pixels_are_those_of_open_clip(tmp_path, resize_mode, interpolation):
-    """To rounding, by the PIL processor.
+    """They are equal within rounding, by the PIL processor.
 
-    Where an odd number of columns is cut off, transformers cuts one pixel further left; none is here.
+    An even number of columns is cropped: for an odd number, transformers' crop starts a pixel further left.
     """
     preprocess = dict(mean=[0.4, 0.5, 0.6], std=[0.2, 0.3, 0.25])
     preprocess |= dict(interpolation=interpolation, resize_mode=resize_mode)

@@ -42,7 +42,7 @@ CHANGES = {
     "fused weight too short": (add(f"{BLOCK}.attn.in_proj_weight", 3 * WIDTH - 1, WIDTH), r"in_proj_weight has 311"),
     "quantized": (add(f"{BLOCK}.mlp.c_fc.weight", INNER, WIDTH, dtype=torch.int8), r"c_fc.weight: has dtype int8"),
 }  # fmt: skip
-# Fields of `vision_cfg`, of `preprocess_cfg`, and the message.
+# Fields of `vision_cfg` and of `preprocess_cfg`, and the error.
 DESCRIPTIONS = [
     ({"pos_embed_type": "sin_cos_2d"}, {}, "pos_embed_type is 'sin_cos_2d'"),
     ({"final_ln_after_pool": True}, {}, "final_ln_after_pool"),
@@ -109,7 +109,7 @@ def test_what_is_no_tower_is_named_and_no_program_is_run(tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "text.pt").write_text("hello")
     save_file({"lm_head.weight": torch.zeros(2)}, tmp_path / "text.safetensors")
-    # OpenAI's own files of CLIP are of this kind.
+    # A TorchScript archive, as OpenAI publishes CLIP.
     torch.jit.save(torch.jit.trace(torch.nn.Linear(3, 3), torch.zeros(1, 3)), tmp_path / "ViT-B-32.pt")
     for name, words in {
         "nothing": "no such file or folder",

@@ -1,4 +1,4 @@
-"""Towers of open_clip, CLIP and MetaCLIP 2: the features of their own classes, and what a folder says of them."""
+"""Converted towers of open_clip, CLIP and MetaCLIP 2 compute the features of the original classes."""
 
 import json
 import math
@@ -51,7 +51,7 @@ from llamoe.conversion.convert_vision import convert_vision
 from llamoe.conversion.open import open_tower
 
 ACTIVATIONS = {"gelu": nn.GELU, "quick_gelu": QuickGELU}
-# The classes, each with one of the activations.
+# Model class, configuration class and activation.
 CLIPS = {
     "clip": (CLIPVisionModelWithProjection, CLIPVisionConfig, "gelu"),
     "clip-bare": (CLIPVisionModel, CLIPVisionConfig, "quick_gelu"),
@@ -71,11 +71,11 @@ def test_a_folder_of_open_clip_gives_its_features(tmp_path, activation, record_p
     with torch.no_grad():
         pooled, tokens = reference(pictures())
         result = ours(pictures())
-    for name, given, expected in (
+    for name, features, expected in (
         ("MetaCLIP patch tokens", result.last_hidden_state, tokens),
         ("MetaCLIP image embedding", result.pooler_output, pooled),
     ):
-        difference = check_close(given, expected)
+        difference = check_close(features, expected)
         record_parity(name, "open_clip VisionTransformer", "float32", difference, f"converted, {activation}")
     assert (ours.config.hidden_act, ours.config.num_attention_heads) == (activation, HEADS_HERE)
     assert report.kind == "open_clip" and report.to == "tower" and not report.dry_run
@@ -87,7 +87,7 @@ def test_a_folder_of_transformers_gives_its_features(tmp_path, name, record_pari
     model_class, config_class, activation = CLIPS[name]
     reference = randomize(model_class(config_class(**clip_fields(activation, layer_norm_eps=1e-4))))
     reference.save_pretrained(tmp_path / "source")
-    # As a .bin file with a buffer that releases before 4.31 saved.
+    # One case as a .bin file with a buffer that transformers before 4.31 has saved.
     file, buffer = tmp_path / "source" / "model.safetensors", "vision_model.embeddings.position_ids"
     if name == "clip":
         content = load_file(file) | {buffer: torch.arange(GRID**2 + 1)[None]}
@@ -140,7 +140,7 @@ def test_a_whole_model_of_open_clip_gives_its_tower_and_licence(tmp_path):
     text = open_clip.model.CLIPTextCfg(context_length=8, vocab_size=20, width=32, heads=2, layers=1)
     model = open_clip.CLIP(EMBED, config["model_cfg"]["vision_cfg"], text, quick_gelu=True).eval()
     source = write_open_clip(tmp_path / "source", model.state_dict(), config)
-    # timm's, as on its hub.
+    # The config.json of timm, as folders of open_clip on the Hub have it.
     (source / "config.json").write_text('{"architecture": "vit_base_patch32_clip_224"}')
     (source / "LICENSE").write_text("CC-BY-NC 4.0")
     report = convert_vision(source, tmp_path / "tower")
@@ -186,7 +186,7 @@ def test_the_result_loads_with_auto_classes(tmp_path):
 
 
 def test_a_name_of_open_clips_describes_a_bare_file(tmp_path):
-    """A local file of an architecture: what open_clip's own loader makes of it, and what its name says."""
+    """With open_clip's name, a file gives the features of the tower that open_clip loads from it."""
     described = open_clip_config(layers=2, norm_kwargs={"eps": 1e-3})["model_cfg"]
     described["text_cfg"] = {"context_length": 8, "vocab_size": 20, "width": 32, "heads": 2, "layers": 1}
     (tmp_path / "ViT-tiny.json").write_text(json.dumps(described))
@@ -196,8 +196,8 @@ def test_a_name_of_open_clips_describes_a_bare_file(tmp_path):
     reference = open_clip.create_model("ViT-tiny", pretrained=str(file)).eval()
     convert_vision(file, tmp_path / "tower", model="ViT-tiny")
     with torch.no_grad():
-        given = load_tower(tmp_path / "tower")(pictures()).pooler_output
-        check_close(given, reference.encode_image(pictures()))
+        features = load_tower(tmp_path / "tower")(pictures()).pooler_output
+        check_close(features, reference.encode_image(pictures()))
     for message, name in {
         "the configuration has": "ViT-B-32",
         "model = 'ViT-B32'": "ViT-B32",
@@ -222,7 +222,7 @@ def test_one_description_is_needed_and_no_second_one(tmp_path):
 
 
 def test_a_published_architecture_has_its_published_sizes(tmp_path):
-    """ViT-B-32 as open_clip builds it from its name, with holes for numbers; the name says the activation."""
+    """The file has the tensors of open_clip's ViT-B-32-quickgelu, with a hole in place of the weights."""
     described = open_clip.get_model_config("ViT-B-32-quickgelu")
     with torch.device("meta"):
         tower = _build_vision_tower(described["embed_dim"], described["vision_cfg"], described["quick_gelu"])

@@ -1,4 +1,4 @@
-"""What contradicts itself in a folder of Meta's or Mistral AI's is named, and nothing is written."""
+"""Contradictions within a folder of Meta or Mistral AI are named by errors, and nothing is written."""
 
 import json
 
@@ -38,7 +38,7 @@ def say(**entries):
 
 
 def tensors(function, rank=None):
-    """Apply a function to the tensors of each file, or of one."""
+    """Apply a function to the tensors of each weight file, or of file `rank` alone."""
 
     def change(folder):
         files = sorted(folder.glob("consolidated.*"))
@@ -67,11 +67,11 @@ LLAMA_1, LLAMA, SCOUT, MAVERICK = (META_LLAMA_1, 3), (META_LLAMA_2, 2), (META_SC
 MISTRAL, MIXTRAL_8X7B, FIRST_RELEASE = (DENSE,), (MIXTRAL,), (FIRST_MIXTRAL,)
 WO, EXPERTS = "layers.1.attention.wo.weight", "layers.1.feed_forward.experts.moe_w"
 EXPERT, FIRST = "layers.1.feed_forward.experts.2.{}.weight", "layers.1.block_sparse_moe.w{}"
-# A model and its number of files, what happens to the folder, and words of the error.
+# A model and its number of files, a change of its folder, and words of the error.
 FILES = [
-    (LLAMA_1, remove("consolidated.01.pth"), ["in 2 file(s), 40 in all", "dim = 60"]),
+    (LLAMA_1, remove("consolidated.01.pth"), ["embed_tokens.weight of shape [306, 40]", "[306, 60]"]),
     *(((case, 2), remove("consolidated.01.pth"), [" missing"]) for case in (META_LLAMA_1, META_LLAMA_3, META_SCOUT)),
-    (LLAMA_1, add("consolidated.1.pth"), ["in 4 file(s), 80 in all"]),
+    (LLAMA_1, add("consolidated.1.pth"), ["n_heads = 6 cannot be divided by the 4 files"]),
     ((META_LLAMA_1, 1), remove("consolidated.00.pth"), ["no consolidated weights"]),
     (MISTRAL, add("consolidated.00.pth"), ["tok_embeddings.weight missing"]),
     (MISTRAL, remove("params.json"), ["params.json: cannot be read"]),
@@ -91,7 +91,7 @@ TENSORS = [
     ),
     (MISTRAL, drop(WO), ["self_attn.o_proj.weight missing"]),
     (MISTRAL, put("layers.0.attention.wq.weight", ones(40, 24)), ["attention.wq.weight", "[40, 24]", "[48, 24]"]),
-    (MISTRAL, put("tok_embeddings.weight", ones(55, 24)), ["vocab_size = 53", "55 rows"]),
+    (MISTRAL, put("tok_embeddings.weight", ones(55, 24)), ["output.weight", "[53, 24]", "[55, 24]"]),
     (MIXTRAL_8X7B, drop(EXPERT.format("w3")), ["experts.2.w3.weight missing", "experts.0.w1.weight"]),
     (
         MIXTRAL_8X7B, drop(*(EXPERT.format(part) for part in ("w1", "w2", "w3"))),
@@ -108,18 +108,16 @@ TENSORS = [
         tensors(lambda content: FIRST.format(2) in content and content.update({FIRST.format(2): torch.ones(117, 24)})),
         ["down_proj of shape [3, 24, 39]", "[3, 24, 40]"],
     ),
-    # Copies that differ are found when they are written.
+    # Copies of a tensor that differ are found when the tensor is written.
     (SCOUT, put("norm.weight", lambda weight: weight + 1, 1), ["consolidated.01.pth: norm.weight: differs"]),
     (FIRST_RELEASE, put("norm.weight", lambda weight: weight + 1, 3), ["norm.weight: differs"]),
 ]  # fmt: skip
 SCOUTS = META_SCOUT.params["moe_args"]
 PARAMS = [
     (LLAMA, say(n_layers=5), ["model.layers.3.", "missing"]),
-    (LLAMA, say(dim=54), ["dim = 54", "60 in all", "tok_embeddings.weight"]),
     (LLAMA, say(n_heads=10), ["rope.freqs", "n_heads = 10", "heads of 10 channels, but"]),
     (LLAMA, say(n_kv_heads=6), ["layers.0.attention.wk.weight", "20", "60"]),
     (LLAMA, say(n_kv_heads=3), ["n_kv_heads = 3 cannot be divided by the 2 files"]),
-    (LLAMA, say(vocab_size=100), ["vocab_size = 100", "310"]),
     (LLAMA, say(n_heads="12"), ["params.json", "n_heads = '12'"]),
     (SCOUT, say(moe_args=None), ["experts"]),
     (SCOUT, say(moe_args=SCOUTS | {"num_experts": 4}), ["moe_w_out_eF_D has shape [245, 60]", "rows of 4 experts"]),
@@ -131,7 +129,7 @@ PARAMS = [
         ["layers.0.feed_forward.mlp.fc1_weight", "another model's"],
     ),
     (MAVERICK, say(n_kv_heads=6), ["layers.0.attention.wqkv.weight", "40 rows", "1 + 1 + 1"]),
-    # Models that are not computed here, by keys of other models' code.
+    # Keys of models that our classes do not compute.
     (MISTRAL, say(model_type="mamba"), ["model_type = mamba", "'transformer'"]),
     (MISTRAL, say(vision_encoder={"image_size": 1024}), ["vision_encoder", "decoders of text"]),
     (MISTRAL, say(quantization={"qformat_weight": "fp8_e4m3"}), ["quantization ="]),
@@ -140,10 +138,10 @@ PARAMS = [
     (MISTRAL, say(moe={"num_experts": 3}), ["moe"]),
     (MISTRAL, say(causal=False), ["causal = False", "True"]),
     (MISTRAL, say(qk_norm=True), ["qk_norm = True"]),
-    # Off may mean something, too.
+    # A key that is off may also change what is computed.
     (MISTRAL, say(use_rope=False), ["use_rope = False", "changes nothing, remove"]),
     (MISTRAL, say(hidden_dim=None), ["hidden_dim is missing"]),
-    (MISTRAL, say(dim=25), ["dim = 25"]),
+    (MISTRAL, say(dim=25), ["layers.0.attention.wk", "[16, 24]", "[16, 25]"]),
     (MISTRAL, say(n_heads="6"), ["n_heads = '6'", "number above 0"]),
     (MISTRAL, say(rope_theta="1e6"), ["rope_theta = '1e6'"]),
     (MISTRAL, say(hidden_size=24), ["hidden_size = 24", "only one of hidden_size and dim"]),

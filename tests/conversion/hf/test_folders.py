@@ -1,4 +1,4 @@
-"""`convert` from and to Hugging Face folders: shards, dtypes, layouts, experts as stacks or one by one."""
+"""Read and write folders of Hugging Face: shards, dtypes, layouts, experts in stacks or one by one."""
 
 import json
 
@@ -48,7 +48,7 @@ def test_experts_are_split_and_stacked_bit_for_bit(case, tmp_path):
             for expert, matrix in enumerate(tensor):
                 assert torch.equal(parts[f"{stem}.{expert}.gate_proj.weight"], matrix[:, :inner].t())
                 assert torch.equal(parts[f"{stem}.{expert}.up_proj.weight"], matrix[:, inner:].t())
-    # Files of Mixtral always have experts one by one, under other names.
+    # Mixtral's files are always split, under other names.
     is_mixtral = case.stock_name.startswith("Mixtral")
     assert any("experts.0.w2.weight" in name for name in expected) == is_mixtral
     split = "experts.0.w2.weight" if is_mixtral else "experts.0.down_proj.weight"
@@ -61,12 +61,12 @@ def test_experts_are_split_and_stacked_bit_for_bit(case, tmp_path):
 
 @for_models("is_head", models=SHALLOW_MODELS)
 def test_result_loads_as_stock_and_as_ours(case, tmp_path):
-    made = case.make()
-    made.save_pretrained(tmp_path / "model")
+    model = case.make()
+    model.save_pretrained(tmp_path / "model")
     convert(tmp_path / "model", tmp_path / "stock", shard_size=100_000)
     convert(tmp_path / "model", tmp_path / "ours", layout="llamoe")
     stock = getattr(transformers, case.stock_name)
-    expected = made.state_dict()
+    expected = model.state_dict()
     for folder, model_class in (("stock", stock), ("ours", case.model_class)):
         model, info = model_class.from_pretrained(tmp_path / folder, dtype="auto", output_loading_info=True)
         assert not any(info.values()), info
@@ -109,7 +109,7 @@ def test_tied_head_is_dropped_with_its_reason(tmp_path):
     report = convert(tmp_path / "model", tmp_path / "out")
     assert list(report.dropped) == ["lm_head.weight"]
     assert_same_weights(tensors_in(tmp_path / "out"), state)
-    # A head in another dtype or with other numbers is no copy of the embedding.
+    # Refused: a stored head of another dtype, or with other numbers.
     for other in (state["model.embed_tokens.weight"].half(), state["model.embed_tokens.weight"] + 1):
         save_file({**state, "lm_head.weight": other}, tmp_path / "model/model.safetensors")
         with pytest.raises(CheckpointError, match=r"lm_head\.weight: .*tie_word_embeddings"):

@@ -1,4 +1,4 @@
-"""Files of weights open without reading the numbers, give the tensors that were saved, or name what is damaged."""
+"""Weight files are opened without reading weights, and give the tensors that were saved."""
 
 import io
 import json
@@ -13,8 +13,6 @@ from safetensors.torch import save_file
 from llamoe.configuration.errors import CheckpointError
 from llamoe.conversion.io.read_files import (
     FileTensor,
-    open_pickle,
-    open_safetensors,
     open_weights,
 )
 
@@ -34,39 +32,36 @@ TENSORS = {
 }
 
 
-def same(given, expected):
-    """Return True for equal dtype, shape and bytes; torch cannot compare float8."""
-    given_bytes, expected_bytes = (
-        each.contiguous().flatten().view(torch.uint8) for each in (given, expected)
-    )
-    is_alike = (given.dtype, given.shape) == (expected.dtype, expected.shape)
-    return is_alike and torch.equal(given_bytes, expected_bytes)
+def same(first, second):
+    """Compare the bytes of two tensors, since torch cannot compare float8."""
+    bytes_of_both = [tensor.contiguous().flatten().view(torch.uint8) for tensor in (first, second)]
+    return (first.dtype, first.shape) == (second.dtype, second.shape) and torch.equal(*bytes_of_both)
 
 
 def test_torch_file_gives_every_tensor(tmp_path):
-    """Strided tensors and parts of one storage, as in old files of Meta, are read, too."""
+    """Tensors with strides and slices of a shared storage are among them, as in old files of Meta."""
     torch.save(TENSORS, tmp_path / "x.pth")
-    given, others = open_weights(tmp_path / "x.pth")
+    opened, others = open_weights(tmp_path / "x.pth")
     assert others == {}
-    assert given.keys() == TENSORS.keys()
+    assert opened.keys() == TENSORS.keys()
     for name, expected in TENSORS.items():
-        assert same(given[name].read(), expected), name
+        assert same(opened[name].read(), expected), name
         if expected.ndim:
-            assert same(given[name].read(0, 0), expected[0:0])
+            assert same(opened[name].read(0, 0), expected[0:0])
         if expected.numel():
-            assert isinstance(given[name], FileTensor), "its numbers stay in the file"
+            assert isinstance(opened[name], FileTensor), "its numbers stay in the file"
 
 
-def test_safetensors_file_gives_every_tensor_and_is_told_by_its_content(tmp_path):
+def test_safetensors_file_gives_every_tensor_and_is_recognised_by_its_content(tmp_path):
     plain = {name: tensor.contiguous().clone() for name, tensor in TENSORS.items()}
     save_file(plain, tmp_path / "x.safetensors")
     save_file(plain, tmp_path / "x.bin")
     for path in (tmp_path / "x.safetensors", tmp_path / "x.bin"):
-        given = open_weights(path)[0]
-        assert given.keys() == TENSORS.keys()
+        opened = open_weights(path)[0]
+        assert opened.keys() == TENSORS.keys()
         for name, expected in TENSORS.items():
-            assert same(given[name].read(), expected), name
-            assert given[name].origin == f"{path}: {name}"
+            assert same(opened[name].read(), expected), name
+            assert opened[name].origin == f"{path}: {name}"
 
 
 @pytest.mark.parametrize(
@@ -76,17 +71,17 @@ def test_tensors_are_unwrapped(tmp_path, wrap):
     torch.save(
         wrap({"x": torch.nn.Parameter(BASE), "note": "text", "state": io.BytesIO(b"")}), tmp_path / "x.pt"
     )
-    tensors, others = open_pickle(tmp_path / "x.pt")
+    tensors, others = open_weights(tmp_path / "x.pt")
     assert torch.equal(tensors["x"].read(), BASE)
     assert others.items() >= {"note": "str", "state": "BytesIO"}.items()
     assert ("epoch" in others) == ("epoch" in wrap({}))
 
 
 def test_rows_of_a_transposed_stack_are_read_alone(tmp_path, monkeypatch):
-    """Of a stack that was saved as a transposed view, an expert's bytes are read alone."""
+    """Otherwise a stack of experts that was saved as a view would be read whole for every expert."""
     stack = torch.randn(6, 5, 8).transpose(1, 2)
     torch.save({"x": stack}, tmp_path / "x.pth")
-    tensor = open_pickle(tmp_path / "x.pth")[0]["x"]
+    tensor = open_weights(tmp_path / "x.pth")[0]["x"]
     read, plain = [], FileTensor._bytes
     monkeypatch.setattr(
         FileTensor, "_bytes", lambda self, first, count: read.append(count) or plain(self, first, count)
@@ -98,7 +93,7 @@ def test_rows_of_a_transposed_stack_are_read_alone(tmp_path, monkeypatch):
 
 def test_file_that_shrinks_while_it_is_read_names_the_tensor(tmp_path):
     save_file({"x": BASE}, tmp_path / "x.safetensors")
-    tensor = open_safetensors(tmp_path / "x.safetensors")["x"]
+    tensor = open_weights(tmp_path / "x.safetensors")[0]["x"]
     os.truncate(tmp_path / "x.safetensors", 300)
     with pytest.raises(CheckpointError, match=r"x\.safetensors: x: cannot be read"):
         tensor.read()
@@ -106,7 +101,7 @@ def test_file_that_shrinks_while_it_is_read_names_the_tensor(tmp_path):
 
 @pytest.mark.skipif(not os.path.exists("/proc/meminfo"), reason="reads the size of memory from /proc/meminfo")
 def test_file_larger_than_memory_opens(tmp_path):
-    """Rows of a tensor that is larger than memory can be read; the file is a hole."""
+    """The file is a hole of twice the machine's memory, since a stack of experts can be that large."""
     memory = 1024 * int(re.search(r"MemTotal: +(\d+)", Path("/proc/meminfo").read_text())[1])
     rows = 2 * memory // 2**20
     path = tmp_path / "x.safetensors"
@@ -114,4 +109,4 @@ def test_file_larger_than_memory_opens(tmp_path):
     text = json.dumps(header).encode()
     path.write_bytes(len(text).to_bytes(8, "little") + text)
     os.truncate(path, 8 + len(text) + rows * 2**20)
-    assert not open_safetensors(path)["x"].read(rows - 1, rows).any()
+    assert not open_weights(path)[0]["x"].read(rows - 1, rows).any()

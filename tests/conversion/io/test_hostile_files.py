@@ -1,4 +1,4 @@
-"""Damaged and hostile folders: each command names the file or key, runs no code, and leaves no target behind."""
+"""For damaged and hostile folders each command names file or key, runs no code from it, and leaves no target."""
 
 import json
 import os
@@ -33,23 +33,23 @@ WIDE = torch.zeros(32, 128).bfloat16()
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """Sound folders: one file, several files, experts one by one, a file of torch, Meta's, int4."""
-    place = tmp_path_factory.mktemp("folders")
-    draw(llamoe.LlamoeForCausalLM, text_config()).save_pretrained(place / "one", layout="stock")
-    convert(place / "one", place / "shards", shard_size="100KB")
-    convert(place / "one", place / "split", experts="split")
-    shutil.copytree(place / "one", place / "bin")
-    torch.save(load_file(place / "bin/model.safetensors"), place / "bin/pytorch_model.bin")
-    (place / "bin/model.safetensors").unlink()
+    """Make undamaged folders: one file, several, experts one by one, a file of torch, Meta's format, int4."""
+    root = tmp_path_factory.mktemp("folders")
+    draw(llamoe.LlamoeForCausalLM, text_config()).save_pretrained(root / "one", layout="stock")
+    convert(root / "one", root / "shards", shard_size="100KB")
+    convert(root / "one", root / "split", experts="split")
+    shutil.copytree(root / "one", root / "bin")
+    torch.save(load_file(root / "bin/model.safetensors"), root / "bin/pytorch_model.bin")
+    (root / "bin/model.safetensors").unlink()
     case = replace(META_LLAMA_2, params={**META_LLAMA_2.params, "n_layers": 2})
-    case.write(place / "meta", case.weights(torch.bfloat16), 2)
+    case.write(root / "meta", case.weights(torch.bfloat16), 2)
     packable = llamoe.LlamoeDenseConfig(
         vocab_size=97, hidden_size=128, intermediate_size=192, num_hidden_layers=2, num_attention_heads=8,
         num_key_value_heads=2, head_dim=16,
     )  # fmt: skip
-    draw(llamoe.LlamoeDenseForCausalLM, packable).bfloat16().save_pretrained(place / "packable")
-    quantize(place / "packable", place / "packed", to="int4")
-    return place
+    draw(llamoe.LlamoeDenseForCausalLM, packable).bfloat16().save_pretrained(root / "packable")
+    quantize(root / "packable", root / "packed", to="int4")
+    return root
 
 
 def change(function):
@@ -117,7 +117,7 @@ def index(function):
 
 
 def second_copy(folder):
-    """A tensor in two shards."""
+    """Store a tensor in two shards."""
     shards = sorted(folder.glob("*.safetensors"))
     name, value = next(iter(load_file(shards[0]).items()))
     save_file({**load_file(shards[-1]), name: value + 1}, shards[-1])
@@ -133,12 +133,7 @@ def pipe(folder):
     os.mkfifo(shard)
 
 
-def terabyte(folder):
-    (folder / "tokenizer.json").touch()
-    os.truncate(folder / "tokenizer.json", 2**40)
-
-
-# Name: the folder, what happens to it, and words of the error.
+# Name: the folder, the damage, and words of the error.
 DAMAGE = {
     "no configuration": ("one", remove("config.json"), "unrecognised checkpoint format"),
     "empty": ("one", write("model.safetensors", b""), "model.safetensors"),
@@ -162,7 +157,6 @@ DAMAGE = {
     "a number in a pickle": ("bin", saved({NORM: 3.5}), "missing"),
     "a key that is no name": ("bin", saved({3: torch.ones(2)}), "a key is 3"),
     "a sparse tensor": ("bin", saved({NORM: torch.eye(3).to_sparse()}), "pytorch_model.bin"),
-    "a tensor beside a wrapper": ("bin", saved({"state_dict": {}, NORM: torch.ones(2)}), f"{NORM} beside 'state_dict'"),
     "a format before zip": ("bin", saved({}, _use_new_zipfile_serialization=False), "torch before 1.6 has to be saved"),
     "a pickle cut short": ("bin", cut("pytorch_model.bin", 1000), "pytorch_model.bin"),
     **{f"config.json: {name}": ("one", write("config.json", text), "config.json") for name, (text, _) in JSON.items()},
@@ -218,7 +212,7 @@ def test_what_is_no_checkpoint_is_named(reader, tmp_path):
         ("one", 1e6, {"dtype": "float16"}),
     ],
 )
-def test_numbers_that_are_none_leave_no_target(kind, value, options, folders, tmp_path):
+def test_nan_and_infinity_leave_no_target(kind, value, options, folders, tmp_path):
     source = shutil.copytree(folders / kind, tmp_path / "source")
     file = {"one": "model.safetensors", "bin": "pytorch_model.bin", "meta": "consolidated.01.pth"}[kind]
     tensors = load_file(source / file) if kind == "one" else torch.load(source / file)
@@ -227,12 +221,4 @@ def test_numbers_that_are_none_leave_no_target(kind, value, options, folders, tm
     (save_file if kind == "one" else torch.save)(tensors, source / file)
     with pytest.raises(CheckpointError, match=rf"{re.escape(name)}.* in {options.get('dtype', '')}"):
         convert(source, tmp_path / "target", **options)
-    assert not (tmp_path / "target").exists()
-
-
-def test_companions_beyond_reason_are_refused(folders, tmp_path):
-    source = shutil.copytree(folders / "one", tmp_path / "source")
-    terabyte(source)
-    with pytest.raises(CheckpointError, match="tokenizer.json"):
-        convert(source, tmp_path / "target")
     assert not (tmp_path / "target").exists()

@@ -1,4 +1,4 @@
-"""Conversions that are killed, run out of disk or meet a target in use: nothing looks finished, and they go on."""
+"""Conversions that are killed, fill the disk or find their target in use leave nothing that looks finished."""
 
 import errno
 import os
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.slow
 CASE = replace(META_MAVERICK, params={**META_MAVERICK.params, "n_layers": 2})
 OPTIONS = {"hf": {"to": "hf", "shard_size": "280KB"}, "meta": {"to": "meta", "shards": 3}}
 SHARDED = {"shard_size": "60KB"}
-# A command, its sources in the folder of `sources`, and its options.
+# A command, the names of its sources in the fixture `sources`, and its options.
 WRITERS = {
     "convert": (convert, ["meta"], SHARDED),
     "convert to meta": (convert, ["dense"], {"to": "meta", "shards": 2}),
@@ -70,12 +70,12 @@ def weight_files(folder):
 
 
 def whole(folder):
-    """The weight files under their own names, by what a rewrite would change."""
+    """Return inode and time of each finished weight file, which change if it is written again."""
     return {path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in weight_files(folder)}
 
 
 def check_unfinished(folder):
-    """No loader takes the folder for a checkpoint."""
+    """Check that no loader takes the folder for a checkpoint."""
     assert not looks_finished(folder)
     readers = [open_checkpoint, inspect, lambda path: verify(path, path)]
     if (folder / "config.json").exists():
@@ -88,30 +88,30 @@ def check_unfinished(folder):
 @pytest.mark.parametrize("writer", WRITERS)
 def test_what_a_kill_leaves_looks_unfinished_and_is_gone_on_with(writer, sources, tmp_path):
     write, names, options = WRITERS[writer]
-    given, target = [sources / name for name in names], tmp_path / "to"
-    kill_halfway(write, *given, target, **options)
+    inputs, target = [sources / name for name in names], tmp_path / "to"
+    kill_halfway(write, *inputs, target, **options)
     check_unfinished(target)
     survivors = whole(target)
     with pytest.raises(ValueError, match="is unfinished"):
-        write(*given, target, **options)
-    write(*given, target, resume=True, **options)
-    write(*given, tmp_path / "whole", **options)
+        write(*inputs, target, **options)
+    write(*inputs, target, resume=True, **options)
+    write(*inputs, tmp_path / "whole", **options)
     assert sums(target) == sums(tmp_path / "whole")
     assert whole(target).items() >= survivors.items(), "a whole file was written again"
     assert survivors or "shard_size" not in options
 
 
 def test_a_second_run_is_refused_while_the_first_writes(sources, tmp_path):
-    """From another thread, by another path, and whether it is to go on or not."""
+    """The second run is in another thread, by the same path or a link, with resume or without."""
     target, link, done = tmp_path / "to", tmp_path / "link", []
     link.symlink_to(target)
 
     def start_others():
-        for place in (target, link):
-            with pytest.raises(ValueError, match=f"^{place}: is unfinished"):
-                convert(sources / "meta", place, **SHARDED)
-            with pytest.raises(ValueError, match=f"^{place}: is being written by another run"):
-                convert(sources / "meta", place, resume=True, **SHARDED)
+        for path in (target, link):
+            with pytest.raises(ValueError, match=f"^{path}: is unfinished"):
+                convert(sources / "meta", path, **SHARDED)
+            with pytest.raises(ValueError, match=f"^{path}: is being written by another run"):
+                convert(sources / "meta", path, resume=True, **SHARDED)
         check_unfinished(target)
         done.append(True)
 
@@ -180,7 +180,7 @@ def test_only_the_same_conversion_goes_on(source, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         convert(copy, tmp_path / "to", progress=stops(KeyboardInterrupt(), 0.6), **options)
     before = sums(tmp_path / "to")
-    for given, changed in (
+    for folder, changed in (
         (source, options),
         (copy, {**options, "shard_size": "300KB"}),
         (copy, {**options, "dtype": "float32"}),
@@ -189,7 +189,7 @@ def test_only_the_same_conversion_goes_on(source, tmp_path):
         (copy, OPTIONS["meta"]),
     ):
         with pytest.raises(ValueError, match="another source or with other options"):
-            convert(given, tmp_path / "to", resume=True, **changed)
+            convert(folder, tmp_path / "to", resume=True, **changed)
         assert sums(tmp_path / "to") == before
     torch.save(torch.load(copy / "consolidated.01.pth", weights_only=False), copy / "consolidated.01.pth")
     with pytest.raises(ValueError, match="another source"):

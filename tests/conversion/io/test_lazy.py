@@ -1,4 +1,4 @@
-"""Every view gives what torch gives for the whole tensor, whatever rows are asked for."""
+"""Every view reads what torch gives for the whole tensor, for any range of rows."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from llamoe.conversion.io.lazy_tensor import Computed, blocks, join, stack
 
 CUBE = torch.arange(5 * 6 * 8.0).reshape(5, 6, 8)
 MATRIX = torch.arange(6 * 10.0).reshape(6, 10)
-# As one axis a row a number, and every pair of rows is read.
+# Small, since the flat view reads every range of its elements.
 SMALL = torch.arange(2 * 3 * 5.0).reshape(2, 3, 5)
 cube, matrix = InMemory(CUBE, "f: cube"), InMemory(MATRIX, "f: matrix")
 parts = [InMemory(part) for part in CUBE.split([2, 1, 2])]
@@ -46,15 +46,15 @@ VIEWS = {
 
 @pytest.mark.parametrize("name", VIEWS)
 def test_view_gives_what_torch_gives(name):
-    given, expected = VIEWS[name]
-    assert given.shape == tuple(expected.shape)
-    assert given.dtype == expected.dtype
-    assert torch.equal(given.read(), expected)
+    view, expected = VIEWS[name]
+    assert view.shape == tuple(expected.shape)
+    assert view.dtype == expected.dtype
+    assert torch.equal(view.read(), expected)
     rows = expected.shape[0]
     for start in range(rows):
         for stop in range(start, rows + 1):
-            assert torch.equal(given.read(start, stop), expected[start:stop])
-    assert torch.equal(torch.cat([given.read(*span) for span in blocks(given)]), expected)
+            assert torch.equal(view.read(start, stop), expected[start:stop])
+    assert torch.equal(torch.cat([view.read(*span) for span in blocks(view)]), expected)
 
 
 def test_a_part_of_a_join_is_the_tensor_itself():
@@ -72,7 +72,7 @@ def test_empty_tensor_has_no_block():
 
 
 def test_stacks_are_read_by_row_and_matrices_whole():
-    """A stack that is written as a matrix stays in blocks of one expert."""
+    """A stack that is viewed as a matrix keeps blocks of one expert."""
     assert blocks(cube) == [(i, i + 1) for i in range(5)]
     assert blocks(matrix) == [(0, 6)]
     assert blocks(cube.view(30, 8)) == [(i, i + 6) for i in range(0, 30, 6)]

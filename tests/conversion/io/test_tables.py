@@ -1,4 +1,4 @@
-"""Names that a table lacks, and names of a table that a checkpoint lacks, are errors with the name."""
+"""Names that a name table lacks, and names of the table that the files lack, are named by errors."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Meta's params.json and our configurations say the same, for every published size."""
+"""Meta's params.json as our configurations and back, also for every published size, with tensors that have no data."""
 
 import json
 import random
@@ -27,7 +27,7 @@ LLAMAS = [name for name in PRESETS if name.startswith("llama")]
 
 
 class Shape(LazyTensor):
-    """A tensor with a shape and no numbers."""
+    """A tensor that has a shape and no data."""
 
     def __init__(self, name, shape):
         super().__init__(shape, torch.bfloat16, f"shapes: {name}")
@@ -76,7 +76,7 @@ def test_eight_files_of_llama_4_have_the_shapes_of_the_releases(name, experts):
     assert {key: part[key].shape for key in expected} == expected
 
 
-# Public entries of the released params.json that the tensors do not show.
+# Entries of the released params.json, as far as they are public.
 RELEASED = {
     "llama-7b": dict(dim=4096, multiple_of=256, n_heads=32, n_layers=32, norm_eps=1e-6),
     "llama-33b": dict(dim=6656, multiple_of=256, n_heads=52, n_layers=60, norm_eps=1e-6),
@@ -114,7 +114,7 @@ def test_a_published_configuration_survives_params_json(name):
 
 
 def test_any_hidden_size_has_parameters_that_give_it():
-    """The parameters written for random and awkward hidden sizes give these sizes by Meta's formulas."""
+    """Meta's formulas give the size back, for random sizes and some awkward ones."""
     numbers = random.Random(0)
     cases = [(72, 92, 52), (64, 1, 1), (64, 997, 1499), (40, 1000, 7), (6, 101, 103), (5120, 16384, 8192)]
     for _ in range(30):
@@ -155,15 +155,15 @@ def test_scaled_rotary_embeddings_have_metas_own_defaults():
         "high_freq_factor": 1.0,
         "original_max_position_embeddings": 8192,
     }
-    given = read(use_scaled_rope=True, rope_scaling_factor=8, rope_high_freq_factor=4).rope_parameters
-    assert (given["factor"], given["high_freq_factor"]) == (8.0, 4.0)
+    scaled_by_8 = read(use_scaled_rope=True, rope_scaling_factor=8, rope_high_freq_factor=4).rope_parameters
+    assert (scaled_by_8["factor"], scaled_by_8["high_freq_factor"]) == (8.0, 4.0)
     assert read(use_scaled_rope=True, rope_scaling_factor=None).rope_parameters == scaled
     assert read(use_scaled_rope=False, rope_scaling_factor=8).rope_parameters["rope_type"] == "default"
     llama_3 = read(3, 128256, use_scaled_rope=True, rope_theta=500000).rope_parameters
     assert (llama_3["factor"], llama_3["high_freq_factor"]) == (8.0, 4.0)
 
 
-# Sizes in the released params.json, and the factor in the published configurations.
+# Sizes in the releases' params.json, and the scaling factor in the published configurations.
 LLAMA_3 = {
     "3.2-1B": (dict(dim=2048, n_layers=16, n_heads=32, n_kv_heads=8, ffn_dim_multiplier=1.5), 32.0),
     "3.2-3B": (dict(dim=3072, n_layers=28, n_heads=24, n_kv_heads=8, ffn_dim_multiplier=1.0), 32.0),
@@ -178,18 +178,18 @@ def test_llama_3_scales_as_its_published_configuration_and_both_ways(name):
     config = read(3, 128256, **sizes, use_scaled_rope=True, rope_theta=5e5)
     assert config.rope_parameters["factor"] == factor and config.rope_parameters["high_freq_factor"] == 4.0
     assert read(3, 128256, **sizes, rope_theta=5e5).rope_parameters["rope_type"] == "default"
-    for given in (8.0, 16.0, 32.0):
-        config.rope_parameters["factor"] = given
+    for value in (8.0, 16.0, 32.0):
+        config.rope_parameters["factor"] = value
         params, _ = write_params(config, 3)
-        # Meta's code uses 8 for all.
-        assert params.get("rope_scaling_factor", 8.0) == given and needs_own_scaling(params) == (given != 8.0)
+        # Meta's code always takes 8.
+        assert params.get("rope_scaling_factor", 8.0) == value and needs_own_scaling(params) == (value != 8.0)
         again = read_config(Params.of(params, "params.json"), 3)
         assert again.rope_parameters == config.rope_parameters
 
 
 @pytest.mark.parametrize("has_head", [True, False])
 def test_the_head_of_llama_32_is_its_embedding_stored_twice_or_once(has_head, tmp_path):
-    """Llama 3.2 is recognised by its size, so these files have the published one, with holes for weights."""
+    """The file has the published size, which shows Llama 3.2, with a hole in place of the weights."""
     params = LLAMA_3["3.2-1B"][0] | dict(multiple_of=256, norm_eps=1e-5, rope_theta=5e5, vocab_size=128256)
     (tmp_path / "params.json").write_text(json.dumps(params | {"use_scaled_rope": True}))
     config = read_config(Params.of(params, ""), 3)
@@ -204,7 +204,7 @@ def test_the_head_of_llama_32_is_its_embedding_stored_twice_or_once(has_head, tm
     assert (config.rope_parameters["factor"], config.tie_word_embeddings) == (32.0, True)
 
 
-# An entry without a value, a misspelt one, half of JSON, scalings without their factor or type.
+# Scalings that are refused, and words of the error.
 WRONG = {
     "factor=3": "is no JSON",
     '{"fctor": 3}': "rope_scaling has fctor",
@@ -215,7 +215,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
+    ("scaling", "expected"),
     [
         *WRONG.items(),
         ('{"factor": 16}', {"rope_type": "llama3", "factor": 16, "high_freq_factor": 4.0, "rope_theta": 5e5}),
@@ -224,7 +224,7 @@ WRONG = {
         ({"rope_type": "default"}, {"rope_type": "default", "rope_theta": 5e5}),
     ],
 )
-def test_a_scaling_may_be_given_and_another_is_refused(given, expected, tmp_path):
+def test_rope_scaling_replaces_the_sources_or_is_refused(scaling, expected, tmp_path):
     config = llamoe.LlamoeDenseConfig(
         vocab_size=37, hidden_size=36, intermediate_size=44, num_hidden_layers=1, num_attention_heads=6,
         num_key_value_heads=2, rope_parameters=LLAMA_3_ROPE,
@@ -234,13 +234,13 @@ def test_a_scaling_may_be_given_and_another_is_refused(given, expected, tmp_path
     save_file(tensors, tmp_path / "source" / "model.safetensors")
     if isinstance(expected, str):
         with pytest.raises(ValueError, match=expected):
-            convert(tmp_path / "source", tmp_path / "target", rope_scaling=given)
+            convert(tmp_path / "source", tmp_path / "target", rope_scaling=scaling)
         assert not (tmp_path / "target").exists()
         return
-    convert(tmp_path / "source", tmp_path / "target", rope_scaling=given)
-    found = AutoConfig.from_pretrained(tmp_path / "target").rope_parameters
-    assert {name: found[name] for name in expected} == expected
-    assert ("low_freq_factor" in found) == (found["rope_type"] == "llama3")
+    convert(tmp_path / "source", tmp_path / "target", rope_scaling=scaling)
+    written = AutoConfig.from_pretrained(tmp_path / "target").rope_parameters
+    assert {name: written[name] for name in expected} == expected
+    assert ("low_freq_factor" in written) == (written["rope_type"] == "llama3")
 
 
 def test_what_params_json_does_not_say_is_what_metas_code_takes():

@@ -1,4 +1,4 @@
-"""Mistral AI's folders to Hugging Face's: the same function by mistral-inference's maths."""
+"""Folders of Mistral AI converted to Hugging Face's compute what mistral-inference's formulas give."""
 
 import json
 from dataclasses import replace
@@ -26,7 +26,7 @@ def logits(model_class, folder, ids):
 
 
 def classes_of(case):
-    """Stock's class and ours; without a window, stock's Mistral is stock's LLaMA."""
+    """Return transformers' class for a case, LLaMA's for a Mistral without a window, and ours."""
     if case.is_mixture:
         return transformers.MixtralForCausalLM, llamoe.LlamoeMixtralForCausalLM
     name = {0: "Llama", 1: "Ministral", 2: "Mistral"}[sum(window is not None for window in case.windows)]
@@ -44,7 +44,7 @@ def test_converted_folders_compute_what_mistral_inference_does(case, tmp_path, r
 
     expected = case.logits(weights)
     assert deviation_in_range(expected)
-    # A wrong base or window would show.
+    # The comparison below would show a wrong rotary base or window.
     assert max_abs(case.logits(weights, theta=7 * case.theta), expected) > 100 * TOLERANCE
     windows = (
         tuple(window and window + 1 for window in case.windows[::-1]) if any(case.windows) else (5, None)
@@ -63,7 +63,7 @@ def test_converted_folders_compute_what_mistral_inference_does(case, tmp_path, r
     assert sums(source) == before
 
 
-def test_a_base_that_params_json_does_not_name_is_told(tmp_path):
+def test_a_rotary_base_that_params_json_lacks_is_noted(tmp_path):
     report = convert(WINDOW.write(tmp_path / "window"), tmp_path / "one")
     assert any("no rope_theta: 10000, since it has sliding_window" in note for note in report.notes)
     report = convert(DENSE.write(tmp_path / "dense"), tmp_path / "two")
@@ -80,12 +80,12 @@ def test_a_head_that_is_the_embedding_need_not_be_stored(stores_head, tmp_path):
     stored = {name: tensor for name, tensor in weights.items() if stores_head or name != "output.weight"}
     convert(case.write(tmp_path / "mistral", stored), tmp_path / "hf")
     assert "lm_head.weight" not in load_file(tmp_path / "hf" / "model.safetensors")
-    given = logits(llamoe.LlamoeDenseForCausalLM, tmp_path / "hf", case.ids())
-    # The embedding is not scaled down as heads are.
-    assert max_abs(given, case.logits(weights)) < 10 * TOLERANCE
+    ours = logits(llamoe.LlamoeDenseForCausalLM, tmp_path / "hf", case.ids())
+    # Logits are larger, since the drawn embedding is not scaled down as heads are.
+    assert max_abs(ours, case.logits(weights)) < 10 * TOLERANCE
 
 
-# Which folder is whose
+# Mistral AI's folders and Meta's
 
 
 @pytest.mark.parametrize(
@@ -94,13 +94,13 @@ def test_a_head_that_is_the_embedding_need_not_be_stored(stores_head, tmp_path):
 def test_metas_folders_stay_metas(case, tmp_path):
     source = case.write(tmp_path / "meta", case.weights(), 1)
     assert open_checkpoint(source, companions=False).kind.startswith("meta-llama")
-    # Whatever else lies there.
+    # A file with a name of Mistral AI's does not change that.
     (source / "consolidated.safetensors").write_bytes(b"")
     assert open_checkpoint(source, companions=False).kind.startswith("meta-llama")
 
 
-def test_a_params_json_with_no_key_of_either_goes_by_the_weights(tmp_path):
-    """Meta's LLaMA 1 and 2 need neither multiple_of nor a multiplier where tensors show the size."""
+def test_a_params_json_without_keys_of_either_format_leaves_the_format_to_the_weights(tmp_path):
+    """Such a params.json of LLaMA 1 is enough for Meta's format, where tensors show the size of feed-forwards."""
     case = META_LLAMA_1
     source = case.write(tmp_path / "meta", case.weights(), 1)
     params = {name: case.params[name] for name in ("dim", "n_layers", "n_heads", "norm_eps")}

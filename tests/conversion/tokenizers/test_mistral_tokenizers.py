@@ -1,4 +1,4 @@
-"""Mistral AI's tokenizers through AutoTokenizer: texts and conversations piece by piece, as in mistral-common.
+"""Converted tokenizers of Mistral AI give mistral-common's ids for texts and conversations, by AutoTokenizer.
 
 The conversations were also compared with mistral-common 1.13 on its own tokenizer files: v1, v2, v3, v7 and tekken
 (v3, v7, v11, v13) gave the same ids.
@@ -35,13 +35,13 @@ PATTERN = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+
 
 
 def model_of(version):
-    """A small model of Mistral AI's kind; versions differ in their control pieces."""
+    """Train a small model of Mistral AI's kind, with the control pieces of a version."""
     lines = some_lines(400, 900) + TEXTS[:1] * 9
     return sentencepiece_model(lines, SIZE, control_symbols=CONTROLS[version])
 
 
 def tekken(version="v3", **changes):
-    """A small tekken.json: two more ranks than the model has, and special tokens that the file does not name."""
+    """Make a small tekken.json with two more ranks than the model uses, and special tokens that it does not name."""
     words = [b"th", b"he", b" t", b"the", b" the", b"in", b"an", b"\xc3\xbc", b"  ", b"unused", b"too"]
     tokens = [bytes([byte]) for byte in range(256)] + words
     content = {
@@ -61,7 +61,7 @@ def tekken(version="v3", **changes):
 
 
 def converted(tmp_path, files, size, name="mistral-instruct"):
-    """A folder of Mistral AI's with these files, as a Hugging Face folder."""
+    """Convert a folder of Mistral AI with these files to a Hugging Face folder."""
     case = MistralCase(name, {"vocab_size": size})
     source = case.write(tmp_path / name)
     for file, content in files.items():
@@ -71,18 +71,18 @@ def converted(tmp_path, files, size, name="mistral-instruct"):
 
 
 def expected_ids(encode, ids, version, conversation):
-    """mistral-common's ids: each piece is encoded alone, borders and ends are tokens, or text in version 1."""
+    """Return mistral-common's ids: each part is encoded alone; `[INST]` and eos are tokens, in version 1 text."""
     system = next((text for role, text in conversation if role == "system"), None)
     turns = [(role, text) for role, text in conversation if role != "system"]
-    users = [place for place, (role, _) in enumerate(turns) if role == "user"]
+    users = [index for index, (role, _) in enumerate(turns) if role == "user"]
     result = [ids["<s>"]]
     if system is not None and version >= 7:
         result += [ids["[SYSTEM_PROMPT]"], *encode(system), ids["[/SYSTEM_PROMPT]"]]
-    for place, (role, text) in enumerate(turns):
+    for index, (role, text) in enumerate(turns):
         if role == "assistant":
             result += [*encode(text if version == 1 else text.rstrip(" ")), ids["</s>"]]
             continue
-        if system is not None and version < 7 and place == users[0 if version == 1 else -1]:
+        if system is not None and version < 7 and index == users[0 if version == 1 else -1]:
             text = f"{system}\n\n{text}"
         if version == 1:
             result += encode(f"[INST] {text} [/INST]")
@@ -95,11 +95,11 @@ def check_conversations(loaded, encode, version):
     ids = loaded.get_vocab()
     for conversation in CONVERSATIONS:
         messages = [{"role": role, "content": text} for role, text in conversation]
-        given = loaded.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-        assert list(given) == expected_ids(encode, ids, version, conversation), conversation
+        ids_of_prompt = loaded.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        assert list(ids_of_prompt) == expected_ids(encode, ids, version, conversation), conversation
         for message in messages:
             message["content"] = [{"type": "text", "text": message["content"]}]
-        assert list(loaded.apply_chat_template(messages, return_dict=False)) == list(given)
+        assert list(loaded.apply_chat_template(messages, return_dict=False)) == list(ids_of_prompt)
 
 
 @pytest.mark.parametrize("version", CONTROLS)
@@ -153,7 +153,7 @@ def test_special_tokens_that_tekken_names_have_their_names(tmp_path):
         converted(tmp_path, {"tekken.json": json.dumps(content).encode()}, size)
     )
     assert loaded.convert_tokens_to_ids([*named, "<SPECIAL_7>"]) == list(range(8))
-    # Its conversations begin with settings, which no template here writes.
+    # Conversations of this version begin with settings, for which there is no template.
     assert loaded.chat_template is None
 
 

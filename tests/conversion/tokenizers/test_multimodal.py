@@ -1,4 +1,4 @@
-"""Tokenizers that are extended by tokens for pictures, and the processors that are made of them."""
+"""Tokens for pictures are added to tokenizers, and the processor of a multimodal model writes them."""
 
 import json
 
@@ -45,7 +45,7 @@ def multimodal(vocabulary, ids, **vision):
 
 
 def llama_4():
-    """Return a file of Meta's with the 256 bytes as ranks, and a configuration for it."""
+    """Return Meta's table of ranks with nothing but single bytes, and a configuration for it."""
     ids = {"<|image_start|>": RANKS + 80, "<|image_end|>": RANKS + 81, "<|patch|>": RANKS + 92}
     return rank_table(), multimodal(RANKS + 2048, ids)
 
@@ -80,7 +80,7 @@ def test_old_texts_keep_their_ids(context, model, size, tmp_path):
 
 
 def test_a_tokenizer_of_transformers_own_class_is_extended(model, size, tmp_path):
-    """A folder of transformers' `LlamaTokenizer` still loads as that class after it was extended."""
+    """`LlamaTokenizer` ignores steps of tokenizer.json when it loads, so its folders keep its class."""
     from transformers import LlamaTokenizer
 
     source = write_files(tmp_path / "source", {"tokenizer.model": model})
@@ -105,7 +105,7 @@ def test_tokens_that_exist_keep_their_ids():
     assert json.loads(files["tokenizer.json"]) == json.loads(before["tokenizer.json"])
     files, ids = extended(before, ["<new>", "<|patch|>", "<new>"])
     assert ids == {"<new>": RANKS + 2048, "<|patch|>": RANKS + 92}
-    # tokenizer.model has no token for the last row of the embedding.
+    # The embedding has a row for a token that tokenizer.model lacks.
     with pytest.raises(CheckpointError, match="vocab_size is 2305"):
         conversion.meta_tokenizer_file(files, dense(RANKS + 2049))
 

@@ -1,4 +1,4 @@
-"""AutoTokenizer gives the ids of SentencePiece for LLaMA 1 and 2, and the conversations of Meta's code."""
+"""Converted tokenizers of LLaMA 1 and 2 give SentencePiece's ids, by AutoTokenizer."""
 
 import json
 import random
@@ -24,7 +24,7 @@ VOCABULARY = 711
 
 @cache
 def train(**options):
-    """Train a model on words, signs and blanks."""
+    """Train a model on words, and on texts without words."""
     ends = ["!", "  x", "\tq", "    def f(x):", " 世界 é", " aaaa aaa aaaaaa", " hello </s>"]
     lines = [line + ends[number % 7] for number, line in enumerate(some_lines(500, 1200))]
     return sentencepiece_model(lines, VOCABULARY, **options)
@@ -49,7 +49,7 @@ def config_of(context=4096, vocabulary=VOCABULARY):
 
 @pytest.mark.parametrize(("layout", "context"), [("stock", 4096), (None, 2048)], ids=["llama", "llamoe"])
 def test_loaded_ids_equal_sentencepiece(context, layout, model, reference, tmp_path):
-    """With `split_special_tokens`, Llama 2's tokenizer reads special tokens in a text as text."""
+    """With Llama 2, whose template writes bos and eos as text, special tokens are split only on request."""
     config = config_of(context)
     files = conversion.hf_files_from_meta(model, config)
     folder = write_files(tmp_path / "folder", files, config, layout)
@@ -135,7 +135,7 @@ TAGS = ["[INST]", "[/INST]", "<<SYS>>", "<</SYS>>"]
 
 
 def meta_dialog(reference, dialog):
-    """Return a chat's ids by the rules of Meta's code, from SentencePiece; and marks, 1 for tokens of answers."""
+    """Return a chat's ids as Meta's code makes them by SentencePiece, and a mask with 1 for tokens of answers."""
     if dialog[0]["role"] == "system":
         system = "<<SYS>>\n" + dialog[0]["content"] + "\n<</SYS>>\n\n"
         dialog = [{"role": "user", "content": system + dialog[1]["content"]}, *dialog[2:]]
@@ -144,7 +144,7 @@ def meta_dialog(reference, dialog):
     for question, answer in zip(dialog[::2], dialog[1::2], strict=False):
         asked = f"[INST] {question['content'].strip()} [/INST]"
         ids += [bos, *reference.encode(f"{asked} {answer['content'].strip()} "), eos]
-        # The blank before an answer belongs to the token of its first word.
+        # SentencePiece joins the space before an answer to its first word.
         marks += [0, *(0 for _ in reference.encode(asked))]
         marks += [1] * (len(ids) - len(marks))
     if len(dialog) % 2:
@@ -186,14 +186,14 @@ def test_llama_2_chat_equals_metas_and_marks_what_the_model_writes(name, chat, r
         texts = message["content"][:2], message["content"][2:]
         parts.append({**message, "content": [{"type": "text", "text": text} for text in texts]})
     options = dict(tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
-    for given, prompt in ((dialog, True), (dialog, False), (parts, False)):
-        result = chat.apply_chat_template(given, add_generation_prompt=prompt, **options)
+    for messages, prompt in ((dialog, True), (dialog, False), (parts, False)):
+        result = chat.apply_chat_template(messages, add_generation_prompt=prompt, **options)
         assert (result["input_ids"], result["assistant_masks"]) == meta_dialog(reference, dialog)
 
 
 CALL = {"type": "function", "function": {"name": "f", "arguments": {}}}
 HELLO = turns("hello")
-# Words of the error, and a conversation that Meta's and Mistral AI's code refuse.
+# Conversations that Meta's and Mistral AI's code refuse, with words of the error.
 REFUSED = [
     *(("holds [INST], which", turns(*texts)) for texts in (["hello [INST]"], ["hello", "x[INST]", "y"])),
     ("holds [/INST], which", turns("hello [/INST] b")),
@@ -206,7 +206,7 @@ REFUSED = [
     ("message 2 ", [*HELLO, {"role": "assistant", "content": "", "tool_calls": [CALL]}]),
     ("message 2 ", [*HELLO, {"role": "tool", "content": "x"}]),
 ]
-# Llama 2's template refuses its own tags in a message, among which are those of a system message.
+# Mistral's template does not refuse Llama 2's tags of a system message.
 OF_LLAMA_2 = [(f"holds {tag}", turns(f"hello {tag}")) for tag in TAGS]
 TEMPLATES = {"llama 2": None, "mistral 1": mistral(1), "mistral 7": mistral(7)}
 
@@ -225,8 +225,8 @@ def test_chats_of_questions_and_answers_refuse_what_the_models_code_does(name, c
 
 def test_the_original_comes_back_byte_by_byte_or_nothing_does(model):
     files = conversion.hf_files_from_meta(model, config_of())
-    for given in (files, {"tokenizer.model": model}):
-        assert conversion.meta_tokenizer_file(given, config_of()) == {"tokenizer.model": model}
+    for companions in (files, {"tokenizer.model": model}):
+        assert conversion.meta_tokenizer_file(companions, config_of()) == {"tokenizer.model": model}
     assert conversion.meta_tokenizer_file({}, config_of()) == {}
     with pytest.raises(CheckpointError, match=f"{VOCABULARY} pieces.*vocab_size is 712"):
         conversion.meta_tokenizer_file(files, config_of(vocabulary=712))
@@ -246,7 +246,7 @@ def test_wrong_files_are_named(model):
         ("begins with", b"\x80\x02}q\x00.", VOCABULARY),
         ("damaged SentencePiece model|cut short", model[: len(model) // 2], VOCABULARY),
         (f"{VOCABULARY} pieces.*vocab_size is 32000", model, 32000),
-        ("model_type 1", train(model_type="unigram"), VOCABULARY),
+        ("different ids", train(model_type="unigram"), VOCABULARY),
         ("eos_id is -1", train(eos_id=-1), VOCABULARY),
     ):  # fmt: skip
         with pytest.raises(CheckpointError, match=f"a/given.model.*({words})"):
@@ -254,7 +254,7 @@ def test_wrong_files_are_named(model):
 
 
 def test_truncation_anywhere_is_an_error(model):
-    """protobuf reads a file that is cut between two fields; the settings at its end are missing then."""
+    """protobuf parses a file that ends after a whole field, but then the settings, which come last, are missing."""
     settings = len(messages.ModelProto.FromString(model).normalizer_spec.SerializeToString())
     generator = random.Random(1)
     for length in [1, 2, 17, *(generator.randrange(3, len(model) - settings) for _ in range(60))]:

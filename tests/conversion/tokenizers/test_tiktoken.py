@@ -1,4 +1,4 @@
-"""AutoTokenizer gives the ids of tiktoken for Llama 3 and 4, and the conversations of Meta's code."""
+"""Converted tokenizers of Llama 3 and 4 give tiktoken's ids, by AutoTokenizer."""
 
 import json
 import random
@@ -16,7 +16,7 @@ from llamoe.conversion.tokenizers.chat_templates import llama_4
 
 tiktoken = pytest.importorskip("tiktoken", reason="tables of ranks need the extra 'tokenizers'")
 
-# Copied from Meta's llama-models.
+# Copied from Meta's llama-models, independently of the library.
 PATTERNS = {
     "llama-3": "|".join(
         [
@@ -65,7 +65,7 @@ OFFSETS = {
         "<|reserved_special_token_903|>": 2047,
     },
 }  # fmt: skip
-# All bytes in a random order, then tokens, each of which joins two earlier ones.
+# The single bytes in a random order, then tokens that join two earlier ones.
 WORDS = (
     "he", "ll", "hell", "hello", " hello", "wo", "or", "wor", "ld", "world", "He", "LL", "12", "123", "aa", "aaaa",
     "'m", "..", "...", "é", "  ", "    ", "\n\n", "  \n",
@@ -142,7 +142,7 @@ def test_generation_stops_where_metas_does(family, tmp_path):
 
 
 def meta_chat(family, dialog, prompt=True):
-    """Return a chat's ids as Meta's code encodes them, part by part; and marks, 1 for tokens of answers."""
+    """Return a chat's ids as Meta's code encodes them, part by part, and a mask with 1 for tokens of answers."""
     encode = encoding_of(family).encode
     named = {token: RANKS + offset for token, offset in OFFSETS[family].items()}
     names = ("<|start_header_id|>", "<|end_header_id|>", "<|eom_id|>", "<|eot_id|>")
@@ -188,7 +188,7 @@ DIALOGS = {
 
 
 def in_parts(message):
-    """Return the message with its text in two parts."""
+    """Return the same message with its text in two parts."""
     texts = message.get("content", "")[:2], message.get("content", "")[2:]
     return {**message, "content": [{"type": "text", "text": text} for text in texts]}
 
@@ -201,8 +201,10 @@ def test_chat_equals_metas_and_marks_what_the_model_writes(name, family, loaded)
             tokenize=True, return_dict=True, return_assistant_tokens_mask=True, chat_template=template
         )
         for dialog in (DIALOGS[name], [*map(in_parts, DIALOGS[name])]):
-            given = loaded.apply_chat_template(dialog, add_generation_prompt=prompt, **options)
-            assert (given["input_ids"], given["assistant_masks"]) == meta_chat(family, DIALOGS[name], prompt)
+            encoded = loaded.apply_chat_template(dialog, add_generation_prompt=prompt, **options)
+            assert (encoded["input_ids"], encoded["assistant_masks"]) == meta_chat(
+                family, DIALOGS[name], prompt
+            )
 
 
 def test_chat_takes_arguments_as_text_and_results_as_objects(family, loaded):
@@ -210,8 +212,8 @@ def test_chat_takes_arguments_as_text_and_results_as_objects(family, loaded):
     results = [{"role": "tool", "content": content} for content in ({"rain": True}, '{"rain": true}')]
     dialog = [{"role": "assistant", "content": "", "tool_calls": [as_text]}, results[0]]
     expected = [{"role": "assistant", "content": "", "tool_calls": [CALL]}, results[1]]
-    given = loaded.apply_chat_template(dialog, tokenize=True, return_dict=True)["input_ids"]
-    assert given == meta_chat(family, expected, prompt=False)[0]
+    ids = loaded.apply_chat_template(dialog, tokenize=True, return_dict=True)["input_ids"]
+    assert ids == meta_chat(family, expected, prompt=False)[0]
 
 
 def test_chat_refuses_what_it_cannot_say(loaded):
@@ -235,7 +237,7 @@ def replaced(number, line):
 
 
 BROKEN = "a/tokenizer.model: (is no table|.*one token for each rank)"
-# A file, the configuration's vocab_size if it does not fit the table, and words of the error.
+# A file, the configuration's vocabulary (None: the table's), and words of the error.
 REFUSED = {
     "no base64": (replaced(5, b"!!! 4"), None, BROKEN),
     "no rank": (replaced(7, b"QQ=="), None, BROKEN),

@@ -1,4 +1,4 @@
-"""`verify` finds that two checkpoints are the same function, or names what differs."""
+"""`verify` finds out whether two checkpoints compute the same, and says what differs."""
 
 import json
 import math
@@ -35,12 +35,12 @@ CLASSES = {
     "tower": ("LlamoeVisionModel", vision_config),
     "multimodal": ("LlamoeForConditionalGeneration", multimodal_config),
 }
-# For values of deviation 1: equal products at other addresses may be summed in another order.
+# For values of deviation about 1: torch may sum the same products in another order at other addresses.
 ROUNDING = 1e-5
 
 
 def build(family, seed=0, **fields):
-    """Return a model with weights drawn from a seed; `fields` change its configuration."""
+    """Make a model with random weights of a seed; `fields` change its configuration."""
     name, make = CLASSES[family]
     config = make()
     for field, value in fields.items():
@@ -50,7 +50,7 @@ def build(family, seed=0, **fields):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Return a function that gives the folder of a family's model; tests do not change it."""
+    """Return a function that gives a folder with the model of a family; no test changes it."""
     root = tmp_path_factory.mktemp("saved")
 
     def folder(family):
@@ -78,16 +78,16 @@ def edited(folder: Path, target: Path, change=None, **fields) -> Path:
 
 @pytest.mark.parametrize("family", CLASSES)
 def test_a_model_read_one_matrix_at_a_time_computes_what_the_whole_model_does(family):
-    # 53 tokens are more than a chunk of 16, and reach positions whose queries are scaled.
+    # In `text`, chunks have 16 tokens, and temperature tuning begins at 8: 53 tokens pass both.
     model = build(family)
     tensors = {name: InMemory(value) for name, value in model.state_dict().items()}
     weights = run_streamed.Weights(model.config, tensors)
     inputs, _ = run_streamed.random_inputs((model.config, model.config), 53, 2, seed=1)
-    found = run_streamed.run(weights, inputs)
+    outputs = run_streamed.run(weights, inputs)
     with torch.no_grad():
         expected = model(**inputs)
-    assert found
-    for name, value in found.items():
+    assert outputs
+    for name, value in outputs.items():
         torch.testing.assert_close(value, expected[name], rtol=0, atol=ROUNDING)
 
 
@@ -109,9 +109,8 @@ def test_a_stream_holds_one_matrix_at_a_time_and_only_the_experts_that_are_used(
     run_streamed.run(weights, inputs)
     largest = max(tensor.nbytes // (tensor.shape[0] if tensor.ndim > 2 else 1) for tensor in tensors.values())
     experts = [row for row in rows if "experts.gate_up_proj" in row[0]]
-    # One token uses two of five experts.
-    assert len(experts) == 2 * len(model.config.moe_layers)
-    # At most the two matrices of an expert are in memory together.
+    assert len(experts) == 2 * len(model.config.moe_layers)  # one token goes to two of five experts
+    # Both matrices of an expert are in memory together.
     assert largest <= max(most) <= 2 * largest
     assert len(set(rows)) == len(rows)
 
@@ -128,14 +127,13 @@ def test_a_checkpoint_is_the_same_as_itself(family, saved):
 @pytest.mark.parametrize("family", ["dense", "multimodal"])
 def test_a_folder_of_meta_is_the_same_as_that_of_hugging_face(family, tmp_path):
     name, make = CLASSES[family]
-    # Meta's code has hidden size over heads as head size; two files divide 102 rows.
-    config = make(head_dim=12, vocab_size=102)
+    config = make(head_dim=12, vocab_size=102)  # Meta's size of heads; rows for two files
     draw(getattr(llamoe, name), config).save_pretrained(tmp_path / "hf")
     save_meta(open_hf(tmp_path / "hf"), tmp_path / "meta", shards=2)
     result = verify(tmp_path / "meta", tmp_path / "hf")
     assert result.same_weights and result.same_function, result.reasons
     assert result.kinds[0].startswith("meta-llama") and result.kinds[1] == "hf"
-    # The wrong rotation shows in no name, shape or number of queries and keys.
+    # With the wrong rotary pairing, all names, shapes and numbers of weights are still right.
     if family == "dense":
         other = open_checkpoint(tmp_path / "meta")
         other.config.rope_interleave = True
@@ -148,7 +146,7 @@ def swap(first, second):
 
 
 def swap_halves(name):
-    """Exchange the gate and the up half of one expert."""
+    """Swap gate and up projection of one expert."""
     return lambda tensors: tensors[name][4].copy_(torch.cat(tensors[name][4].chunk(2, dim=-1)[::-1], dim=-1))
 
 
@@ -176,7 +174,7 @@ LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 @pytest.mark.parametrize(
     ("family", "field", "value", "kind"),
     [
-        # Fields that change the function, although few tokens may not show it.
+        # Fields that change what is computed, although few tokens may not show it.
         ("dense", "rms_norm_eps", 1e-5, "function"),
         ("dense", "hidden_act", "gelu", "function"),
         ("dense", "rope_parameters", LINEAR, "function"),
@@ -185,7 +183,7 @@ LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
         ("text", "use_qk_norm", False, "function"),
         ("text", "no_rope_layers", [1, 0, 1, 1, 1], "function"),
         ("tower", "hidden_act", "quick_gelu", "function"),
-        # Fields whose effect outputs alone show.
+        # Fields with which other weights may compute the same.
         ("dense", "rope_interleave", True, "structure"),
         ("text", "num_experts_per_tok", 1, "structure"),
         ("text", "norm_topk_prob", True, "structure"),
@@ -198,12 +196,12 @@ LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
         ("multimodal", "vision_config.num_attention_heads", 2, "structure"),
     ],
 )
-def test_equal_weights_of_another_function_are_told_apart_by_the_field(
+def test_equal_weights_with_another_configuration_differ_by_the_named_field(
     family, field, value, kind, saved, tmp_path
 ):
     other = edited(saved(family), tmp_path / "other", **{field: value})
     field = {"no_rope_layers": "layers that rotate"}.get(field, field)
-    # One family is compared in both orders.
+    # For one family, in both orders.
     for pair in ((saved(family), other), (other, saved(family)))[: 1 + (family == "mixtral")]:
         result = verify(*pair, logits=False)
         assert (result.same_weights, result.verdict) == (True, "different") and field in getattr(result, kind)
@@ -222,9 +220,9 @@ def test_equal_weights_of_another_function_are_told_apart_by_the_field(
     ],
 )
 def test_the_verdict_follows_from_the_outputs(outputs, others, verdict):
-    found = Verification("a", "b", ("hf", "hf"), compared=3, outputs={"logits": outputs}, **others)
-    assert found.verdict == found.as_dict()["verdict"] == verdict
-    assert found.as_dict()["same_function"] is (verdict != "different")
+    result = Verification("a", "b", ("hf", "hf"), compared=3, outputs={"logits": outputs}, **others)
+    assert result.verdict == result.as_dict()["verdict"] == verdict
+    assert result.as_dict()["same_function"] is (verdict != "different")
 
 
 def test_fields_that_come_to_the_same_are_no_difference(saved, tmp_path):
@@ -232,14 +230,14 @@ def test_fields_that_come_to_the_same_are_no_difference(saved, tmp_path):
     same = edited(saved("dense"), tmp_path / "same", rope_parameters=rope, attention_dropout=0.1)
     result = verify(saved("dense"), same)
     assert result.same_function and not result.function
-    # Attention in a chunk as long as the context is full attention.
+    # A chunk as long as the context has no effect.
     whole = edited(saved("text"), tmp_path / "whole", attention_chunk_size=256)
     wider = edited(saved("text"), tmp_path / "wider", attention_chunk_size=300)
     assert verify(whole, wider).same_function
 
 
 def test_a_dense_model_and_the_mixture_that_computes_it_are_the_same_function(saved, tmp_path):
-    """An upcycled model has other tensors, and queries and keys in Meta's order; its outputs agree."""
+    """The mixture has experts of zeros beside the dense feed-forward, and rows of q and k in another order."""
     upcycle(saved("dense"), tmp_path / "mixture", experts=3)
     result = verify(saved("dense"), tmp_path / "mixture")
     assert result.verdict == "agree" and result.same_function and not result.same_weights
@@ -256,7 +254,7 @@ def test_rounded_weights_are_equal_within_rounding(dtype, saved, tmp_path):
     result = verify(saved("dense"), tmp_path / "rounded")
     assert result.verdict == "rounded" and result.same_function and not result.same_weights
     assert not result.outputs
-    # A difference of one step of the narrower dtype is more than rounding.
+    # A difference of one step of the narrower dtype is not rounding, whatever the dtypes of both files.
     eps = torch.finfo(getattr(torch, dtype)).eps
 
     def step(tensors):
@@ -265,7 +263,7 @@ def test_rounded_weights_are_equal_within_rounding(dtype, saved, tmp_path):
     for number, folder in enumerate((saved("dense"), tmp_path / "rounded")):
         other = edited(folder, tmp_path / f"step {number}", step)
         assert verify(other, tmp_path / "rounded", logits=False).verdict == "different"
-    # Rounded weights stored in float32 are equal.
+    # Numbers of the narrower dtype are equal to the same numbers in float32.
     save_hf(open_hf(tmp_path / "rounded"), tmp_path / "float32", WriteOptions(dtype="float32"))
     result = verify(tmp_path / "rounded", tmp_path / "float32")
     assert result.verdict == "equal"
@@ -313,7 +311,7 @@ def test_a_multimodal_model_is_compared_with_its_decoder_and_its_tower(saved, tm
         verify(tmp_path / "text", tmp_path / "tower")
 
 
-def test_numbers_that_are_none_are_found(saved, tmp_path):
+def test_nan_and_infinity_are_found(saved, tmp_path):
     def spoil(tensors):
         tensors["model.layers.1.mlp.up_proj.weight"][3, 4] = torch.nan
         tensors["model.layers.2.mlp.up_proj.weight"][3, 4] = torch.inf

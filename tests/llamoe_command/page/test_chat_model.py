@@ -152,7 +152,9 @@ def test_an_answer_ends_at_the_chosen_length_or_the_last_position(endless, monke
     length = len(endless.processor.apply_chat_template(messages, add_generation_prompt=True)["input_ids"])
     assert length < endless.max_tokens == 256
     rows, generate = [], endless.model.generate
-    monkeypatch.setattr(endless.model, "generate", lambda **given: rows.append(generate(**given)) or rows[-1])
+    monkeypatch.setattr(
+        endless.model, "generate", lambda **options: rows.append(generate(**options)) or rows[-1]
+    )
     for most in (4096, 3):
         list(endless.answer(messages, most, 0))
     assert [row.shape[1] for row in rows] == [256, length + 3]

@@ -1,4 +1,4 @@
-"""A format that somebody adds: one file, and its word among the weights that a QuantizationConfig knows."""
+"""A new weight format: one file in `formats`, and its word in `WEIGHTS` of `QuantizationConfig`."""
 
 import sys
 
@@ -45,7 +45,7 @@ MAKERS["one_scale"] = OneScale
 
 @pytest.fixture
 def one_scale(tmp_path, monkeypatch):
-    """The package of formats with one file more."""
+    """Add the file of a new format to the package `formats`; return its word."""
     (tmp_path / "one_scale.py").write_text(FILE)
     monkeypatch.setattr(formats, "__path__", [*formats.__path__, str(tmp_path)])
     monkeypatch.setattr("llamoe.configuration.quantization.WEIGHTS", ("one_scale",))
@@ -57,7 +57,7 @@ def one_scale(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("family", "mixture"), [("text", "feed_forward"), ("mixtral", "mlp")])
 def test_a_format_of_ones_own(family, mixture, one_scale, monkeypatch):
-    """Quantized while it is loaded, saved and loaded again; outputs and gradients are those of the weights it means."""
+    """Models are quantized, saved and loaded in it; outputs and gradients are those of the dequantized model."""
     route_by_position(monkeypatch)
     x = torch.randn(9, 128, generator=torch.Generator().manual_seed(2)).bfloat16().requires_grad_()
 

@@ -1,4 +1,4 @@
-"""Codes of published layouts, and int4's parts of them."""
+"""Conversion of the packed weights of other programs to plain weights and to int4."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from llamoe.modeling.formats import Int4
 from llamoe.modeling.formats.packed import LAYOUTS
 
 SIZES = NUM_OUT, NUM_IN = 112, 384
-# The bfloat16 of a scale, and of an offset, is this much wrong at most.
+# The largest relative error of rounding a scale or an offset to bfloat16.
 HALF_STEP = 2.0**-8
 
 
@@ -21,7 +21,7 @@ def layout_of(config):
 
 
 def check_values(parts, form, codes, zero, scale, group_size):
-    """Values may differ by what the rounding of scale and offset explains, and by no more."""
+    """Check that weights differ by the rounding of scale and offset to bfloat16 at most."""
     groups = torch.arange(codes.shape[1]) // (group_size or codes.shape[1])
     scale = scale.float()
     most = (codes - 8).abs() * scale[:, groups] + ((8 - zero) * scale)[:, groups].abs()
@@ -33,7 +33,7 @@ def check_values(parts, form, codes, zero, scale, group_size):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("num_out", [NUM_OUT, 128])
 def test_codes_are_taken_over_exactly(num_out, kind, group_size):
-    """128 outputs are whole blocks, which the compiled kernel packs."""
+    """The compiled kernel packs 128 outputs, which are whole blocks; torch packs 112."""
     sizes = num_out, NUM_IN
     codes, zero, scale = numbers(kind, *sizes, group_size)
     tensors = pack(kind, codes, zero, scale, group_size)
@@ -45,7 +45,7 @@ def test_codes_are_taken_over_exactly(num_out, kind, group_size):
     )
     assert torch.equal(unpacked.scale, scale) and unpacked.group_of_input is None
     assert torch.equal(layout.weight_of(tensors, sizes), weight_of(codes, zero, scale, group_size))
-    # One scale an output is repeated for groups of any size.
+    # A scale for each output is repeated for all groups of int4.
     form = Int4(group_size or 128)
     parts = layout.parts_of([tensors], sizes, form)
     assert [(part.shape, part.dtype) for part in parts] == form.parts(sizes)
@@ -56,7 +56,7 @@ def test_codes_are_taken_over_exactly(num_out, kind, group_size):
 
 @pytest.mark.parametrize("packer", ["AutoAWQ", "GPTQModel awq", "AutoGPTQ", "GPTQModel v1", "GPTQModel v2"])
 def test_what_the_formats_own_packers_made_of_a_matrix(packer):
-    """Some zeros are 0, which version 1 of GPTQ borrows from a neighbour; groups of GPTQ are out of order."""
+    """Some zero points are 0, and groups of GPTQ are out of order. Version 1 of GPTQ stores zero points minus 1."""
     file = load_file(Path(__file__).with_name("packers.safetensors"))
     codes, zero, scale, groups = (file[name] for name in ("codes", "zero", "scale", "groups"))
     tensors = {
@@ -73,7 +73,7 @@ def test_what_the_formats_own_packers_made_of_a_matrix(packer):
 
 
 def test_groups_out_of_order_are_quantized_anew():
-    """`desc_act`: int4 has no such groups. Half a step of int4's own scales is lost, once more."""
+    """int4 has no groups as of `desc_act`, so weights are rounded again, by half a step of int4's scale."""
     codes, zero, scale = numbers("gptq", *SIZES, 32)
     tensors = pack("gptq", codes, zero, scale, 32)
     groups = torch.randint(0, NUM_IN // 32, (NUM_IN,))

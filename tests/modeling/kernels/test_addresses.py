@@ -1,4 +1,4 @@
-"""AddressSanitizer over the tests of the compiled kernels: no byte beside a tensor is read or written."""
+"""The compiled kernels read and write no byte outside of tensors: AddressSanitizer checks their tests."""
 
 import re
 import shutil
@@ -18,12 +18,12 @@ FOLDER = "tests/modeling/kernels"
 def test_no_byte_beside_a_tensor_is_touched(tmp_path):
     if cpp_kernels.library() is None or shutil.which("gcc") is None:
         pytest.skip("needs GCC, and a CPU with AVX2, AVX-512 or NEON")
-    # Other libraries throw exceptions through those of C++, which therefore comes first, too.
+    # The C++ library must be loaded early, too: other libraries throw exceptions through it.
     loaded = [library_of_gcc(name) for name in ("libasan.so", "libstdc++.so")]
     if not all("/" in path for path in loaded):
         pytest.skip("needs AddressSanitizer, which GCC calls libasan")
     files = [f"{FOLDER}/test_cpp_kernels.py"]
-    # A process of its own from the start: what is loaded first cannot be changed later.
+    # In a process of its own, since these libraries must be loaded first.
     done = subprocess.run(
         [sys.executable, SUPPORT / "sanitized.py", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *files],
         cwd=ROOT,
@@ -38,7 +38,7 @@ def test_no_byte_beside_a_tensor_is_touched(tmp_path):
     )
     assert done.returncode == 0, (done.stdout + done.stderr)[-5000:]
     assert re.search(r"^\d+ passed", done.stdout, re.MULTILINE), done.stdout
-    # A test that checked nothing would pass, too.
+    # Check that the kernels were compiled with AddressSanitizer.
     kernels = [path for path in tmp_path.rglob("*.so") if b"__asan_report" in path.read_bytes()]
     assert kernels
 

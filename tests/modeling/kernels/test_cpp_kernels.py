@@ -1,6 +1,6 @@
-"""The compiled kernels for a CPU: packed weights against the numbers that they mean, others against plain products.
+"""The compiled CPU kernels: products with packed and plain weights are compared with products in float32.
 
-The kernels of narrower processors than this one, as far as they can run here, take the same tests.
+Kernels for processors with fewer instructions, if they run on this one, have the same tests.
 """
 
 import ctypes
@@ -23,7 +23,7 @@ from llamoe.modeling.moe import Experts, OutputFirstExperts
 pytestmark = pytest.mark.skipif(
     cpp_kernels.library() is None, reason="needs a C++ compiler, and a CPU with AVX2, AVX-512 or NEON"
 )
-# In the order of what they leave out.
+# Compiler flags that leave out more and more instructions.
 NARROWER = {
     "AVX-VNNI or AVX2": ["-mno-avx512f"],
     "AVX2": ["-mno-avx512f", "-march=haswell", "-mno-avxvnni"],
@@ -33,7 +33,7 @@ if platform.machine() not in ("x86_64", "AMD64"):
     NARROWER = {}
 FORMATS = [Int4(32), Int4(64), Int8()]
 for_formats = pytest.mark.parametrize("form", FORMATS, ids=str)
-# Of the largest number: a product is rounded to bfloat16 once, its sum in float32 is nearly exact.
+# Error relative to the largest number: sums in float32 are nearly exact, and rounded to bfloat16 once.
 ROUNDED_ONCE = 2**-8
 
 
@@ -54,7 +54,7 @@ def multiply(library, x, form, parts, in_bytes):
 
 
 def as_bytes(x):
-    """Rows as the kernels quantize them, written out."""
+    """Return rows after quantization to bytes, as the kernels do it, and back."""
     size = x.shape[1]
     x = torch.nn.functional.pad(x.float(), (0, -size % 32))
     parts = x.unflatten(1, (-1, 32))
@@ -72,7 +72,7 @@ def error(found, expected):
 @pytest.mark.parametrize("num_rows", [*range(10), 12, 13, 17])
 @pytest.mark.parametrize("is_wide", [False, True], ids=["near", "wide"])
 def test_few_bits(form, in_bytes, num_rows, is_wide, library):
-    """Also rows that no first cache keeps."""
+    """Wide rows do not fit into the L1 cache."""
     torch.manual_seed(num_rows)
     sizes = (128, 7424 if is_wide else 384) if isinstance(form, Int4) else (203, 7309 if is_wide else 208)
     parts = form.quantize(torch.randn(sizes) + 0.1 * torch.randn(sizes[0], 1))
@@ -86,8 +86,8 @@ def test_few_bits(form, in_bytes, num_rows, is_wide, library):
 
 @pytest.mark.parametrize("num_rows", [1, 3, 17])
 @pytest.mark.parametrize("bits", [4, 8])
-def test_codes_and_rows_at_their_ends(bits, num_rows, library):
-    """No sum of 16 bits overflows: all products are as large as they can be, of either sign."""
+def test_the_largest_codes_and_rows(bits, num_rows, library):
+    """Sums of 16 bits do not overflow if all products have the largest magnitude, with both signs."""
     size, scale = 256, torch.ones(64).bfloat16()
     x = torch.full((num_rows, size), 127.0)
     x[-1] *= -1
@@ -108,7 +108,7 @@ def test_codes_and_rows_at_their_ends(bits, num_rows, library):
 @for_formats
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("num_rows", [2, 14])
-def test_what_is_not_a_number_stays_in_its_row(form, number, num_rows, library):
+def test_nan_and_infinity_stay_in_their_row(form, number, num_rows, library):
     parts = form.quantize(torch.randn(64, 128))
     x = torch.zeros(num_rows, 128).bfloat16()
     x[1, 5] = number
@@ -140,7 +140,7 @@ def test_threads_change_nothing(form, num_rows, library):
             found.append(multiply(library, x, form, parts, True))
     finally:
         torch.set_num_threads(threads)
-    assert all(torch.equal(each, found[0]) for each in found)
+    assert all(torch.equal(y, found[0]) for y in found)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -155,7 +155,7 @@ def test_unpacked_codes_are_the_weights(dtype):
 
 
 def test_gradients_of_rows_unpack_by_the_kernel(monkeypatch):
-    """By torch's calls a matrix of a trained mixture takes 16 times as long; by neither way is it rounded twice."""
+    """Torch's operations take 16 times as long to unpack a matrix. Results are rounded at most twice in both ways."""
     form, num_out, num_in = Int4(64), 192, 320
     parts = form.quantize(torch.randn(num_out, num_in))
     weight = form.matrix(parts, (num_out, num_in), torch.float32)
@@ -165,19 +165,19 @@ def test_gradients_of_rows_unpack_by_the_kernel(monkeypatch):
         monkeypatch.setattr(few_bits, "dtype_of_blocks", lambda rows, dtype=dtype: dtype)
         monkeypatch.setattr(int4, "unpack", lambda *_: pytest.fail("unpacked by torch"))
         found = form.multiply_transposed(x, parts, (num_out, num_in))
-        # The matrix is rounded, too, where products are in bfloat16.
+        # For products in bfloat16 the matrix is rounded, too.
         assert error(found, x.float() @ weight) < 2 * ROUNDED_ONCE
 
 
 @pytest.fixture
 def first_use(monkeypatch):
-    """What is known of the kernels before they are first needed."""
+    """Reset the module's state to that before the first use of the kernels."""
     for name, value in {"_library": False, "_why_none": ("", ""), "_reasons": []}.items():
         monkeypatch.setattr(cpp_kernels, name, value)
 
 
 def products_without_kernels():
-    """Errors of products with packed weights, for few rows and many."""
+    """Return the errors of products with packed weights, for few rows and many."""
     parts = Int4(32).quantize(torch.randn(128, 64))
     expected = Int4(32).matrix(parts, (128, 64), torch.float32).T
     rows = [torch.randn(num_rows, 64).bfloat16() for num_rows in (1, 3, 100)]
@@ -186,7 +186,7 @@ def products_without_kernels():
 
 @pytest.mark.parametrize("is_off", [True, False])
 def test_without_kernels_torch_computes(is_off, first_use, tmp_path, monkeypatch, caplog):
-    """Turned off, or without a compiler: said once, and the numbers are the same."""
+    """If kernels are turned off, or cannot be compiled, which is logged once, torch gives the same numbers."""
     monkeypatch.setenv("LLAMOE_CPP_KERNELS", str(int(not is_off)))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     with inductor_config.patch({"cpp.cxx": (None, "/bin/false")}):
@@ -196,7 +196,7 @@ def test_without_kernels_torch_computes(is_off, first_use, tmp_path, monkeypatch
 
 
 def test_kernels_with_a_wrong_number_are_not_used(first_use, monkeypatch, caplog):
-    """One number of one product has the other sign: the check at the first use tells, once."""
+    """If one number of a product has the wrong sign, the check at the first use finds it, and logs that once."""
     right = cpp_kernels.compiled(cpp_kernels.flags_of_processor())
 
     class Wrong:
@@ -211,7 +211,7 @@ def test_kernels_with_a_wrong_number_are_not_used(first_use, monkeypatch, caplog
     assert caplog.text.count("their results are wrong on this machine") == 1
 
 
-def test_a_folder_that_cannot_be_written_is_told(first_use, tmp_path, monkeypatch, caplog):
+def test_a_folder_that_cannot_be_written_is_named(first_use, tmp_path, monkeypatch, caplog):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "file/below"))
     assert max(products_without_kernels()) < 0.01
@@ -220,8 +220,8 @@ def test_a_folder_that_cannot_be_written_is_told(first_use, tmp_path, monkeypatc
     assert caplog.text.count("were not compiled") == 1
 
 
-def test_another_processor_finds_kernels_of_its_own(tmp_path, monkeypatch):
-    """The same folder, as of a cluster's machines: what one compiled another does not load."""
+def test_processors_do_not_load_each_others_kernels(tmp_path, monkeypatch):
+    """Even if they share a folder, as machines of a cluster do."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
 
     def file_here():
@@ -233,13 +233,13 @@ def test_another_processor_finds_kernels_of_its_own(tmp_path, monkeypatch):
     assert file_here() != here
 
 
-# Of the largest number, by dtype: sums are float32, in another order; bfloat16 rounds once.
+# Error relative to the largest number, by dtype: sums are in float32, in another order; bfloat16 is rounded once.
 PLAIN = {torch.float32: 2e-6, torch.bfloat16: ROUNDED_ONCE}
 for_plain = pytest.mark.parametrize("dtype", PLAIN, ids=["float32", "bfloat16"])
 
 
 def placed(shape, dtype, offset):
-    """Random numbers that begin `offset` bytes after a multiple of 64, between others that are not numbers."""
+    """Return random numbers that begin `offset` bytes after a multiple of 64; numbers around them are NaN."""
     size = math.prod(shape)
     room = torch.full((size + 192,), torch.nan, dtype=dtype)
     start = (-room.data_ptr() % 64 + offset) // dtype.itemsize + 64 // dtype.itemsize
@@ -256,7 +256,7 @@ def placed(shape, dtype, offset):
 def test_plain_products(dtype, offset, num_in, num_rows, library):
     torch.manual_seed(num_in)
     x = placed((num_rows, num_in), dtype, 8)
-    # Roundings of sums add up as a random walk does.
+    # Errors of sums grow with the square root of the number of terms.
     tolerance = 2**-24 * (32 + num_in**0.5) if dtype == torch.float32 else ROUNDED_ONCE
     for num_out in (1, 67, 20):
         for weight in (placed((num_out, num_in), dtype, offset), placed((num_in, num_out), dtype, offset).T):
@@ -269,8 +269,8 @@ def test_plain_products(dtype, offset, num_in, num_rows, library):
 @torch.no_grad()
 @for_plain
 @pytest.mark.parametrize("num_rows", [1, 4, 16, 17])
-def test_layers_and_experts_take_the_kernels(dtype, num_rows, monkeypatch):
-    """For few rows: the same numbers as without them."""
+def test_layers_and_experts_use_the_kernels(dtype, num_rows, monkeypatch):
+    """For few rows; the numbers are those of torch's products."""
     layer = FeedForward(192, 320, "silu").to(dtype)
     config = LlamoeTextConfig(hidden_size=192, intermediate_size=104, num_local_experts=3)
     experts = [Experts(config).to(dtype), OutputFirstExperts(config).to(dtype)]
@@ -290,7 +290,7 @@ def test_layers_and_experts_take_the_kernels(dtype, num_rows, monkeypatch):
         return [layer(x), *(module(x, chosen, weights) for module in experts)]
 
     found = outputs()
-    # Of 17 rows experts have fewer.
+    # If there are 17 rows, each expert has fewer.
     assert len(taken) >= 3 or num_rows > kernels.plain_max_rows(dtype)
     monkeypatch.setattr(cpp_kernels, "_library", None)
     for ours, expected in zip(found, outputs(), strict=True):
@@ -303,9 +303,9 @@ def test_layers_and_experts_take_the_kernels(dtype, num_rows, monkeypatch):
 @pytest.mark.parametrize(("keys", "size"), [(1, 16), (37, 20), (300, 128)])
 def test_attention_of_one_query(heads, groups, keys, size, dtype):
     query = placed((1, heads, 1, size), dtype, 4)
-    # As a cache with room for more has them.
+    # Slices, as in a cache with spare places.
     key, value = (placed((1, groups, keys + 9, size), dtype, 8)[:, :, :keys] for _ in range(2))
-    shared = [each.float().repeat_interleave(heads // groups, 1) for each in (key, value)]
+    shared = [states.float().repeat_interleave(heads // groups, 1) for states in (key, value)]
     expected = torch.nn.functional.scaled_dot_product_attention(query.float(), *shared, scale=0.3)
     found = cpp_kernels.cpp_attention(query, key, value, 0.3)
     assert found.shape == (1, 1, heads, size)
@@ -315,8 +315,8 @@ def test_attention_of_one_query(heads, groups, keys, size, dtype):
 
 
 @for_plain
-def test_weights_at_odd_addresses_are_left_to_torch(dtype):
-    """Tensors of a safetensors file begin wherever its header ends."""
+def test_weights_at_odd_addresses_are_multiplied_by_torch(dtype):
+    """Tensors of a mapped safetensors file may begin at any byte."""
     numbers = torch.randn(7 * 96).to(dtype)
     content = bytearray(b"?") + numbers.view(torch.uint8).numpy().tobytes()
     weight = torch.frombuffer(content, dtype=dtype, offset=1).view(7, 96)
@@ -328,7 +328,7 @@ def test_weights_at_odd_addresses_are_left_to_torch(dtype):
 
 
 def test_sizes_that_do_not_fit_have_no_kernel():
-    """Kernels read by the sizes that they are told; what does not fit is for torch, which raises."""
+    """Kernels do not check sizes. Torch's product raises an error."""
     x = torch.randn(2, 96)
     assert kernels.cpp_product(x, cpp_kernels.plain_matrix(torch.randn(64, 80))) is None
     with torch.no_grad(), pytest.raises(RuntimeError):
@@ -336,7 +336,7 @@ def test_sizes_that_do_not_fit_have_no_kernel():
 
 
 def test_a_default_device_changes_nothing(first_use):
-    """The test before the first use makes its numbers on the CPU."""
+    """The check before the first use has its numbers on the CPU, whatever the default device is."""
     torch.set_default_device("meta")
     try:
         assert cpp_kernels.library() is not None, cpp_kernels.why_no_cpp_kernels()

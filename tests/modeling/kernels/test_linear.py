@@ -1,4 +1,4 @@
-"""Linear layers of few rows on a CPU give `nn.Linear`'s numbers, and plain calls wherever somebody looks."""
+"""Linear layers use kernels for few rows on a CPU, with `nn.Linear`'s numbers, but not under tracers or modes."""
 
 import copy
 
@@ -22,14 +22,14 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture
 def taken(monkeypatch):
-    """The shapes of the rows that the compiled kernel multiplies, by matrices of all sizes."""
+    """Record the shapes of the rows that the compiled kernel multiplies; matrices may have any size."""
     calls, multiply = [], cpp_kernels._multiply
     monkeypatch.setattr(cpu, "_MIN_WEIGHTS", 1)
     monkeypatch.setattr(cpu, "_MIN_INPUTS", 1)
 
-    def count(found, x, matrix):
+    def count(library, x, matrix):
         calls.append(tuple(x.shape))
-        return multiply(found, x, matrix)
+        return multiply(library, x, matrix)
 
     monkeypatch.setattr(cpp_kernels, "_multiply", count)
     return calls
@@ -38,7 +38,7 @@ def taken(monkeypatch):
 @torch.no_grad()
 @pytest.mark.parametrize("shape", [(), (1,), (3,), (1, 1), (1, 2), (3, 1), (0,), (1, 0), (4,), (2, 3), (17,)])
 @pytest.mark.parametrize(("num_out", "bias"), [(1, True), (17, False), (34, True), (65, False), (128, True)])
-def test_equals_the_plain_call(num_out, shape, bias, taken):
+def test_equals_torchs_function(num_out, shape, bias, taken):
     layer, x = Linear(50, num_out, bias), torch.randn(*shape, 50)
     strided = x[..., None].expand(*shape, 50, 2)[..., 1]
     for given in (x, strided):
@@ -57,7 +57,7 @@ def test_transposed_and_sparse_weights(taken):
     assert max_abs(layer(x), expected) < 1e-5 and len(taken) == 2
 
 
-def test_gradients_autocast_and_other_dtypes_go_the_plain_way(taken):
+def test_gradients_autocast_and_other_dtypes_use_torchs_function(taken):
     layer, x = Linear(50, 34), torch.randn(1, 50)
     layer(x).sum().backward()
     assert layer.weight.grad is not None
@@ -71,7 +71,7 @@ def test_gradients_autocast_and_other_dtypes_go_the_plain_way(taken):
 
 @torch.no_grad()
 def test_compilers_see_one_operator_for_all_numbers_of_rows(taken):
-    """Exporters and tracers see torch's own."""
+    """Exporters and tracers see torch's operator."""
     layer, graphs = Linear(50, 34), []
 
     def backend(graph, inputs):
@@ -103,8 +103,8 @@ def test_dual_numbers_and_vmap(taken):
 
 
 @torch.no_grad()
-def test_who_looks_on_sees_the_plain_calls(taken):
-    """Counters of operations, and modes that stand for other devices."""
+def test_dispatch_modes_see_torchs_operators(taken):
+    """Such as modes that count operations, and modes with fake tensors."""
     layer, x = Linear(50, 34), torch.randn(1, 50)
     with FlopCounterMode(display=False) as counter:
         layer(x)
@@ -116,14 +116,14 @@ def test_who_looks_on_sees_the_plain_calls(taken):
 
 @torch.no_grad()
 @pytest.mark.parametrize("case", MODELS, ids=lambda case: case.name)
-def test_all_linear_layers_of_all_models_ask_for_it(case, taken):
+def test_all_linear_layers_of_all_models_are_llamoes(case, taken):
     model = case.make()
     layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
     assert layers and all(type(module) is Linear for module in layers)
 
 
 @torch.no_grad()
-def test_models_decode_through_it_with_and_without_an_adapter(taken):
+def test_models_decode_by_the_kernels_with_and_without_an_adapter(taken):
     model = next(case for case in MODELS if case.name == "LlamoeDenseForCausalLM").make()
     input_ids = torch.tensor([[5]])
     expected = model(input_ids).logits
@@ -132,15 +132,16 @@ def test_models_decode_through_it_with_and_without_an_adapter(taken):
     with torch.enable_grad():
         assert max_abs(expected, model(input_ids).logits) < 1e-5
     adapted = get_peft_model(model, LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM"))
-    assert max_abs(adapted(input_ids).logits, expected) < 1e-5  # lora_B begins as zero
-    # So do the two factors of each layer but the head.
+    # lora_B is zero in a new adapter.
+    assert max_abs(adapted(input_ids).logits, expected) < 1e-5
+    # Each layer but the head has two factors, whose products use the kernels, too.
     assert len(taken) == 2 * count + 2 * (count - 1)
 
 
 @pytest.mark.parametrize("method", ["hqq", "gguf", None, "llamoe"])
 @pytest.mark.parametrize("as_dict", [True, False])
 def test_models_that_another_library_quantizes_have_torchs_layers(method, as_dict):
-    """Its quantizers compare types exactly: a subclass would stay in 16 bits in silence."""
+    """Their quantizers compare classes: they would silently leave a subclass of `nn.Linear` in 16 bits."""
 
     class Quantization(dict):
         def to_dict(self):
@@ -158,15 +159,15 @@ def test_models_that_another_library_quantizes_have_torchs_layers(method, as_dic
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("is_input_first", [False, True])
 @pytest.mark.parametrize(("rows", "is_taken"), [(1, False), (4, True), (37, True)])
-def test_sixteen_bits_go_through_float32_in_blocks(rows, is_taken, is_input_first, dtype, monkeypatch):
-    """Where a processor has no instructions for them; sums are rounded once, unlike torch's own of float16."""
+def test_sixteen_bits_are_multiplied_in_float32_by_blocks(rows, is_taken, is_input_first, dtype, monkeypatch):
+    """On a processor without instructions for 16 bits. Sums are rounded once, which torch's in float16 are not."""
     monkeypatch.setattr(float32_blocks, "rows_of_torch", lambda dtype: float32_blocks.DOT_PRODUCT_MAX_ROWS)
-    # No whole number of blocks.
+    # The last block is not full.
     monkeypatch.setattr(float32_blocks, "BLOCK_WEIGHTS", 70 * 9)
     weight, x = torch.randn(50, 70).to(dtype), torch.randn(rows, 70).to(dtype)
     weight = weight.T.contiguous().T if is_input_first else weight
     found = float32_blocks.in_float32(x, weight)
-    # Torch's dot products read output-first matrices alone.
+    # For few rows torch's product is fast only with output-first matrices.
     assert (found is not None) == (is_taken or is_input_first)
     if found is not None:
         expected = (x.double() @ weight.double().T).to(dtype)

@@ -1,7 +1,8 @@
-"""The Triton kernels as far as a machine without a GPU can tell: that they compile for each, and how.
+"""What can be tested of the Triton kernels without a GPU: they compile for each, and the machine code is as it should
+be.
 
-Their numbers and the check before their first use are tested by `interpreted_products` and `interpreted_checks`, which
-run in another process.
+`support/interpreted_products.py` and `interpreted_checks.py` test the kernels' numbers and the check before their first
+use; they run in another process, by Triton's interpreter.
 """
 
 import ast
@@ -32,8 +33,8 @@ pytestmark = pytest.mark.slow
 BF16 = torch.bfloat16
 # Scout's down projection.
 SIZES = (5120, 8192)
-# KB that a multiprocessor must have on their way, so that memory that answers after 600 ns (assumed) delivers all that
-# its card can: A100, RTX 3090, RTX 4090, H200, B200 and RTX 5090, by the makers' bandwidths.
+# KB that a multiprocessor must have requested at any time to use the whole bandwidth of memory, if memory answers after
+# 600 ns (assumed): A100, RTX 3090, RTX 4090, H200, B200 and RTX 5090, by NVIDIA's bandwidths.
 IN_FLIGHT = {80: 11.3, 86: 6.8, 89: 4.7, 90: 21.8, 100: 32.5, 120: 6.4}
 FORMATS = {
     "int4": Int4(32),
@@ -46,7 +47,7 @@ PLAIN = ("plain", "plain, input-first")
 SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 """KB of shared memory that a program may have, by capability; a multiprocessor has one more."""
 REGISTERS = 65536
-"""Of a multiprocessor."""
+"""Registers of a multiprocessor."""
 ELEMENTS = {torch.uint8: "u8", torch.int8: "i8", torch.int32: "i32", torch.int64: "i64"}
 ELEMENTS |= {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
@@ -62,12 +63,12 @@ def compile_kernel(
     """Compile and assemble a kernel as a launch would.
 
     Args:
-        arguments: by name a number for what is known to the compiler; otherwise a type as Triton writes it, and "!"
-            behind it where a launch finds it to be a multiple of 16.
+        arguments: by name, the number of a compile-time constant, or the type of another argument as Triton writes it,
+            with "!" after it if a launch would see a multiple of 16.
 
     Returns:
-        Triton's result, and what the assembler says of it: "REG" a thread, and bytes of "STACK" a thread, where
-        registers are kept in memory.
+        Triton's result, and by the assembler "REG", registers of a thread, and "STACK", bytes of a thread for which no
+        registers were left.
     """
     triton = pytest.importorskip("triton", reason="Triton is not installed")
     tools = Path(triton.__file__).parent / "backends/nvidia/bin"
@@ -98,13 +99,13 @@ def compile_kernel(
 
 
 def programs(capability: int, shared: int, registers: int, warps: int) -> int:
-    """How many programs a multiprocessor holds; registers come in eights."""
+    """Return how many programs run on a multiprocessor at once; registers are allocated in units of eight."""
     by_registers = REGISTERS // (32 * warps * -(-registers // 8) * 8)
     return min(by_registers, (SHARED[capability] + 1) * 1024 // (shared + 1024))
 
 
 def test_triton_is_imported_only_when_a_kernel_runs():
-    """At the top of the files that hold kernels, and of these nowhere but inside functions."""
+    """Only files with kernels import it at their top; other files import those inside of functions."""
     folder = Path(packed_rows.__file__).parents[1]
     for path in folder.rglob("*.py"):
         if not path.stem.endswith("_triton"):
@@ -131,16 +132,16 @@ def test_under_the_interpreter():
 
 
 def matrix_of(form, sizes=SIZES):
-    """A stack of 16, without numbers."""
+    """Return a stack of 16 matrices on the meta device."""
     with torch.device("meta"):
         parts = [torch.empty((16, *shape), dtype=dtype) for shape, dtype in form.parts(sizes)]
         return form.for_gpu_kernel(parts, sizes)
 
 
 def compile_for(monkeypatch, folder, capability, form, rows, transposed, dtype=BF16, aligned=True):
-    """Compile and assemble the kernel as a launch would; gives Triton's result, and what the assembler says of it.
+    """Compile and assemble the kernel as a launch would; return as `compile_kernel`.
 
-    Without alignment everything that a launch may find to be one is one, and nothing else a multiple of 16.
+    If not `aligned`, arguments that may be one are one, and no other argument is a multiple of 16.
     """
     pytest.importorskip("triton", reason="Triton is not installed")
     from llamoe.modeling.kernels.packed_rows_triton import product_kernel
@@ -171,7 +172,7 @@ def compile_for(monkeypatch, folder, capability, form, rows, transposed, dtype=B
     ids=str,
 )
 def test_other_dtypes_and_alignments_compile_for_hopper(monkeypatch, tmp_path, name, dtype, aligned):
-    """In float32 without tensor cores, which would round to TF32; without alignment too."""
+    """In float32 no tensor cores are used: they would round to TF32."""
     form = Plain(dtype, FORMATS[name].is_input_first)
     compiled, _ = compile_for(monkeypatch, tmp_path, 90, form, 16, False, dtype, aligned)
     if dtype == torch.float32:
@@ -184,15 +185,15 @@ def test_other_dtypes_and_alignments_compile_for_hopper(monkeypatch, tmp_path, n
     ("name", "rows", "transposed", "capability"),
     [
         *product(["int4, 128", *PLAIN], [16], [False], SHARED),
-        # Each kernel on one card, all cards in turn: what differs between these are limits.
+        # Each kernel is compiled for one GPU, all GPUs in turn: they differ only in limits.
         *in_turn(FORMATS, packed_rows.TILES, (False, True), SHARED),
     ],
 )
 def test_everything_compiles(monkeypatch, tmp_path, name, rows, transposed, capability):
-    """On tensor cores, with copies of 16 bytes that run ahead, and no register kept in memory."""
+    """Kernels use tensor cores, copy 16 bytes at a time ahead of their use, and keep all values in registers."""
     form = FORMATS[name]
     compiled, usage = compile_for(monkeypatch, tmp_path, capability, form, rows, transposed)
-    # No register is kept in memory.
+    # All values are in registers.
     assert usage["STACK"] == 0
     shared, matrix = compiled.metadata.shared, matrix_of(form)
     assert shared <= SHARED[capability] * 1024
@@ -200,7 +201,7 @@ def test_everything_compiles(monkeypatch, tmp_path, name, rows, transposed, capa
         tile = tile_of(matrix, 2, transposed, rows)
         count = programs(capability, shared, usage["REG"], tile.warps)
         step = tile.columns * tile.depth * matrix.codes.element_size() // (1 if matrix.kind == "dense" else 2)
-        # One program computes while another waits, and in decoding they ask for enough together.
+        # One program computes while another waits, and together they request enough bytes for decoding.
         assert count >= 2, (usage, shared)
         if not transposed:
             needed = IN_FLIGHT[capability] * 1024
@@ -210,7 +211,7 @@ def test_everything_compiles(monkeypatch, tmp_path, name, rows, transposed, capa
     # Codes are copied 8 or 16 bytes at a time, ahead of their use.
     assert re.search(r"cp\.async\.\w+\.shared\.global[^;]*?, (0x8|0x10)\b", ptx)
     if rows <= 32 and not form.is_packed:
-        # Plain weights and their rows 16 alone.
+        # Plain weights and rows are copied only 16 bytes at a time.
         widths = set(re.findall(r"cp\.async\.\w+\.shared\.global[^;]*?, (0x\w+|\d+)", ptx))
         assert widths == {"0x10"} or widths == {"16"}, widths
 
@@ -221,8 +222,9 @@ def test_everything_compiles(monkeypatch, tmp_path, name, rows, transposed, capa
     ids=str,
 )
 def test_other_dtypes_compile(monkeypatch, tmp_path, name, dtype, rows, transposed, capability):
-    """For the cards with most and least shared memory: they fit. In float16 up to two registers are kept in memory,
-    which int8 needs for 64 rows on 8.0; in float32, as the docstring of `packed_rows` says, any number.
+    """Kernels fit into the shared memory of the GPUs with most and with least.
+
+    In float16 two registers may be missing, as in int8 for 64 rows on 8.0; in float32 any number.
     """
     form = Plain(dtype, FORMATS[name].is_input_first) if name in PLAIN else FORMATS[name]
     compiled, usage = compile_for(monkeypatch, tmp_path, capability, form, rows, transposed, dtype)
@@ -248,8 +250,8 @@ def test_the_sum_of_splits_compiles(monkeypatch, tmp_path, capability):
     assert usage["STACK"] == 0
 
 
-def test_everything_that_a_step_multiplies_is_checked_before_it(monkeypatch):
-    """Layers, experts and the factors of active adapters, so that `generate` may compile what follows."""
+def test_all_kernels_of_a_step_are_checked_before_it(monkeypatch):
+    """For layers, experts and the factors of active adapters, so that `generate` can compile the step."""
     seen = []
 
     def record(form, parts, sizes, dtype=None, num_experts=0, transposed=False, may_check=True):
@@ -277,8 +279,8 @@ def test_everything_that_a_step_multiplies_is_checked_before_it(monkeypatch):
         assert factors == ({(4, 128), (128, 4), (4, 64)} if is_adapted else set())
 
 
-def test_a_check_without_memory_condemns_no_kernel(monkeypatch):
-    """It is tried again when there may be room."""
+def test_a_check_without_memory_is_repeated(monkeypatch):
+    """A kernel is not wrong because memory was full."""
     monkeypatch.setattr(packed_rows, "_FAILURES", {})
     monkeypatch.setattr(packed_rows, "_INTERPRETED", True)
     form, sizes = Int8(), (96, 64)
@@ -299,7 +301,7 @@ def test_a_check_without_memory_condemns_no_kernel(monkeypatch):
 
 
 def test_a_matrix_is_quantized_at_once_on_a_gpu():
-    """Of a Scout's largest matrix one piece; on a processor pieces that its cache holds."""
+    """Scout's largest matrix is one piece; on a CPU pieces fit into the cache."""
     assert len(list(rows_of(torch.empty(16384, 5120, device="meta")))) == 1
     assert len(list(rows_of(torch.empty(1024, 5120)))) == 16
 
@@ -308,7 +310,7 @@ def test_a_matrix_is_quantized_at_once_on_a_gpu():
     ("capability", "of_a_matrix", "of_plain_experts"),
     [((8, 9), 1024, 128), ((9, 0), 512, 64), ((10, 3), 256, 64), ((11, 0), 256, 128)],
 )
-def test_rows_that_kernels_take(capability, of_a_matrix, of_plain_experts, monkeypatch):
+def test_numbers_of_rows_for_kernels(capability, of_a_matrix, of_plain_experts, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     assert packed_rows.max_rows_of_matrix(torch.device("cuda")) == of_a_matrix
     assert few_rows_limit(torch.device("cuda", 0)) == of_plain_experts

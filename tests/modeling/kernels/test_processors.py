@@ -1,4 +1,4 @@
-"""The kernels compiled for other processors: that they compile, and that NEON gives the same numbers."""
+"""The kernels compile for other processors, and give the same numbers with NEON."""
 
 import platform
 import shutil
@@ -11,7 +11,7 @@ from llamoe.modeling.kernels import cpp_kernels
 
 pytestmark = pytest.mark.slow
 IS_X86 = platform.machine() in ("x86_64", "AMD64")
-# Of a number: it is rounded to bfloat16 once.
+# Relative error of a number that is rounded to bfloat16 once.
 ROUNDED_ONCE = 2**-8
 COMPILERS = {
     "znver4": "g++",
@@ -38,7 +38,7 @@ def test_compiles_for(processor, compiler, tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-# Prints products of numbers that are the same everywhere.
+# Prints products of pseudo-random numbers, which are the same on all processors.
 PROGRAM = """
 #include <cstdio>
 uint16_t rounded(float x) { return (uint16_t)(Brain::rounded_bits(spread(x))[0] >> 16); }

@@ -1,4 +1,4 @@
-"""One token a row attends with packed heads: the numbers of `eager`, whoever looks on."""
+"""Attention of one token per row: heads that share keys are computed together, with the numbers of `eager`."""
 
 import pytest
 import torch
@@ -26,14 +26,14 @@ def test_single_queries_equal_eager(heads, groups, dtype, masked):
     additive = None if mask is None else torch.zeros(mask.shape).masked_fill(~mask, -torch.inf)
     expected, _ = eager_attention_forward(module, query, key, value, additive, 0.3)
     output = attend_to_single_queries(query, key, value, mask, 0.3)
-    # Eager rounds weights, and both round results, of up to about three.
+    # `eager` rounds attention weights, and both round results, which are up to about three.
     tolerance = 1e-6 if dtype.itemsize > 2 else 4 * torch.finfo(dtype).eps
     assert output.shape == (3, 1, heads, 20) and max_abs(output, expected) < tolerance
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", DECODERS, ids=lambda case: case.name)
-def test_single_tokens_pack_their_heads_unless_somebody_replaces_sdpa(case, dtype, monkeypatch):
+def test_single_tokens_share_keys_unless_sdpa_is_replaced(case, dtype, monkeypatch):
     seen = []
 
     def record(query, *args):
@@ -52,11 +52,11 @@ def test_single_tokens_pack_their_heads_unless_somebody_replaces_sdpa(case, dtyp
         model(two[:, :1])
         assert len(seen) == 2 * layers
         functions = llamoe.modeling.attention.layer.ALL_ATTENTION_FUNCTIONS
-        # Somebody's own under the name.
+        # Other code registers its own function under the name.
         monkeypatch.setitem(
             functions._local_mapping, "sdpa", lambda *args, **kw: sdpa_attention_forward(*args, **kw)
         )
-        # Of bfloat16 a few units in the last place of logits up to four.
+        # In bfloat16 a few units in the last place of logits up to four.
         tolerance = 1e-5 if dtype == torch.float32 else 0.1
         assert max_abs(model(two[:, :1]).logits, expected) < tolerance
     assert len(seen) == 2 * layers

@@ -1,4 +1,4 @@
-"""Products of 16 bits on a processor without instructions for them: in float32, whoever asks for them."""
+"""On a processor without instructions for 16 bits all products are in float32, in inference and in training."""
 
 import pytest
 import torch
@@ -12,9 +12,9 @@ from llamoe.modeling.kernels import cpu, float32_blocks
 from llamoe.modeling.layers import Linear
 
 pytestmark = pytest.mark.skipif(not cpu.SHORTCUTS_ARE_ON, reason="LLAMOE_CPU_SHORTCUTS=0")
-# A result is rounded once to bfloat16.
+# Relative error of a result that is rounded to bfloat16 once.
 ROUNDED_ONCE = 2**-8
-# Of torch's own products; the others are made of these.
+# Torch's basic products; others call these.
 PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_grouped_mm"}
 PRODUCTS |= {f"aten::_scaled_dot_product_flash_attention_for_cpu{end}" for end in ("", "_backward")}
 
@@ -23,15 +23,15 @@ PRODUCTS |= {f"aten::_scaled_dot_product_flash_attention_for_cpu{end}" for end i
 def without_instructions(monkeypatch):
     for module in (float32_blocks, cpu):
         monkeypatch.setattr(module, "rows_of_torch", {torch.bfloat16: 3, torch.float16: 3}.get)
-    # No whole number of blocks.
+    # The last block is not full.
     monkeypatch.setattr(float32_blocks, "BLOCK_WEIGHTS", 70 * 9)
 
 
 def products_of_16_bits(work):
-    """What torch multiplies in 16 bits while `work` runs."""
-    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as found:
+    """Return the products that torch computes in 16 bits while `work` runs."""
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiled:
         work()
-    events = found.profiler.kineto_results.events()
+    events = profiled.profiler.kineto_results.events()
     names = {event.name() for event in events}
     assert names & PRODUCTS, "nothing was multiplied"
     slow = [e for e in events if e.name() in PRODUCTS and {"c10::BFloat16", "c10::Half"} & {*e.dtypes()}]
@@ -57,7 +57,7 @@ def test_outputs_and_gradients_of_a_layer(shape, dtype):
         y = linear(rows)
         y.backward(grad.to(y.dtype))
         results.append([y, rows.grad, linear.weight.grad, linear.bias.grad])
-    assert [each.dtype for each in results[0]] == 4 * [dtype]
+    assert [tensor.dtype for tensor in results[0]] == 4 * [dtype]
     if x.numel():
         # The output is rounded before and after its bias is added.
         assert max(errors(*results)) < 2 * ROUNDED_ONCE
@@ -70,10 +70,10 @@ def test_second_gradients():
         (torch.bfloat16, float32_blocks.product_of_16_bits),
         (torch.float64, nn.functional.linear),
     ):
-        inputs = [each.to(dtype).requires_grad_() for each in (x, weight)]
+        inputs = [tensor.to(dtype).requires_grad_() for tensor in (x, weight)]
         first = torch.autograd.grad(multiply(*inputs).pow(2).sum(), inputs, create_graph=True)
-        found.append(torch.autograd.grad(sum(each.pow(2).sum() for each in first), inputs))
-    # Three products in a row, each rounded.
+        found.append(torch.autograd.grad(sum(gradient.pow(2).sum() for gradient in first), inputs))
+    # Three products follow each other, each rounded.
     assert max(errors(*found)) < 4 * ROUNDED_ONCE
 
 
@@ -87,7 +87,7 @@ def train(model, inputs, is_cast):
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["whole", "LoRA", "autocast"])
 @pytest.mark.parametrize("case", MODELS, ids=lambda case: case.name)
-def test_no_model_is_trained_by_slow_products(case, how):
+def test_no_model_is_trained_by_products_of_16_bits(case, how):
     case = shallow(case)
     model, inputs = case.make().train(), case.inputs()
     if how != "autocast":
@@ -100,8 +100,8 @@ def test_no_model_is_trained_by_slow_products(case, how):
         config = llamoe.lora_config(model, r=3) if experts else LoraConfig(r=3, target_modules="all-linear")
         model = get_peft_model(model, config, autocast_adapter_dtype=False)
     assert not products_of_16_bits(lambda: train(model, inputs, is_cast=how == "autocast"))
-    trained = [each for each in model.parameters() if each.requires_grad]
-    assert trained and any(each.grad is not None and each.grad.abs().sum() > 0 for each in trained)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    assert trained and any(it.grad is not None and it.grad.abs().sum() > 0 for it in trained)
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
@@ -121,7 +121,7 @@ def test_prefill_with_adapters_and_autocast(case, implementation):
         assert not products_of_16_bits(lambda: model(**inputs))
         found.append(model(**inputs).logits)
     for logits in found:
-        # bfloat16 in two layers; a mixture sends some tokens elsewhere.
+        # Two layers are in bfloat16, and some tokens of a mixture choose other experts.
         assert (logits - expected).norm(dim=-1).median() < 0.1 * expected.norm(dim=-1).median()
 
 
@@ -138,7 +138,7 @@ def test_compiled_training():
     assert max(errors(*results)) < 1e-6
 
 
-def test_exports_have_torchs_own_operators():
+def test_exports_have_torchs_operators():
     layer = Linear(70, 50).bfloat16()
     program = torch.export.export(layer, (torch.randn(20, 70).bfloat16(),))
     assert not [node for node in program.graph.nodes if "llamoe" in str(node.target)]

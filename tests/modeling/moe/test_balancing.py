@@ -1,4 +1,4 @@
-"""Routers that training watches, and balances by a bias."""
+"""Reports on routers in training, and their balancing by a bias."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from llamoe.modeling.moe.losses import logger
 
 
 def make(balancing="bias", seed=0, skewed=True, **changes):
-    """A mixture in training whose routers, if they are skewed, send nearly everything to one expert."""
+    """Return a mixture in training mode; skewed routers send nearly all tokens to one expert."""
     torch.manual_seed(seed)
     config = llamoe.from_stock(stock_text_config(**changes))
     config.router_balancing = balancing
@@ -23,7 +23,7 @@ def make(balancing="bias", seed=0, skewed=True, **changes):
             weight = layer.feed_forward.router.weight.data
             weight.mul_(4)
             layer.post_attention_layernorm.weight.data += 0.5
-            # All hidden states share a direction, which one expert likes.
+            # All hidden states have a common direction, for which one expert has high logits.
             weight[1] += 0.5 * model.model.embed_tokens.weight.mean(0).sign()
     model.model.embed_tokens.weight.data += 0.1 * model.model.embed_tokens.weight.mean(0).sign()
     return model
@@ -33,7 +33,7 @@ def batch(model, seed, rows=8, length=29):
     generator = torch.Generator().manual_seed(seed)
     size = model.config.vocab_size
     start = torch.randint(size, (rows, 1), generator=generator)
-    # Sequences that can be learnt: each token follows from the one before it.
+    # Sequences that a model can learn: each token follows from the previous one.
     return (start + 7 * torch.arange(length)) % size
 
 
@@ -50,7 +50,7 @@ def test_a_bias_chooses_and_does_not_score():
         torch.testing.assert_close(scores, kept.sigmoid() if is_llama4 else kept.softmax(-1))
 
 
-def test_without_a_bias_it_is_stocks_router():
+def test_a_bias_of_zero_changes_nothing():
     model = make(None)
     router = model.model.layers[model.config.moe_layers[0]].feed_forward.router
     assert router.balancing_bias is None and not any("balancing" in name for name in model.state_dict())
@@ -60,7 +60,7 @@ def test_without_a_bias_it_is_stocks_router():
 
 
 def train(model, watch, steps, report_before=()):
-    """Plain steps: the last losses, and what was reported before these steps and at the end."""
+    """Train, and return the mean of the last 20 losses, and the reports before some steps and at the end."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     losses, reports = [], []
     for step in range(steps):
@@ -82,7 +82,7 @@ def violation(report):
 
 @pytest.mark.slow
 def test_balancing_shares_tokens_without_higher_loss():
-    """From a start where one of five experts gets nearly all; without the bias that stays."""
+    """At the start one of five experts gets nearly all tokens; without the bias this remains so."""
     losses, violations = {}, {}
     for balancing in (None, "bias"):
         model = make(balancing, **SHALLOW)
@@ -105,7 +105,8 @@ def test_padding_is_not_counted():
     mask[0, :4] = 0
     watch = llamoe.RouterWatch(model)
     expected = model(tokens, attention_mask=mask, output_expert_load=True).expert_load[0]
-    model.eval()(tokens)  # Not counted.
+    # In eval mode nothing is counted.
+    model.eval()(tokens)
     shares = watch.step()
     assert expected.sum() == mask.sum() and expected.max() < expected.sum()
     assert torch.allclose(shares[0], expected / mask.sum())
@@ -119,13 +120,13 @@ def test_padding_is_not_counted():
 
 
 @pytest.mark.parametrize("odd", ["one expert", "nothing but padding", "no numbers"])
-def test_what_cannot_be_balanced_leaves_the_bias_at_zero(odd):
+def test_the_bias_stays_zero_if_there_is_nothing_to_balance(odd):
     changes = dict(num_local_experts=1, num_experts_per_tok=1) if odd == "one expert" else {}
     model = make(skewed=False, **changes, **SHALLOW)
     watch = llamoe.RouterWatch(model)
     tokens = batch(model, 0)
     with torch.no_grad():
-        # No training.
+        # Forward passes without gradients are not counted.
         model(tokens)
     assert watch.step() is None and watch.report() == {}
     if odd == "no numbers":
@@ -141,14 +142,14 @@ def test_what_cannot_be_balanced_leaves_the_bias_at_zero(odd):
 @pytest.mark.parametrize(
     "way", [pytest.param("compiled", marks=pytest.mark.slow), "checkpointed", "checkpointed again"]
 )
-def test_the_same_numbers_however_the_model_runs(way):
+def test_counts_under_compilers_and_checkpointing(way):
     shares, tokens = [], batch(make(**SHALLOW), 1)
     for changed in (False, True):
         model = call = make(**SHALLOW)
         if changed and way == "compiled":
             torch._dynamo.reset()
             call = torch.compile(model, fullgraph=True, backend="eager")
-            # One graph where nobody watches.
+            # Without a watch the model is one graph.
             assert call(tokens, labels=tokens).loss == model(tokens, labels=tokens).loss
             call = torch.compile(model, backend="eager")
         elif changed:
@@ -206,7 +207,7 @@ def test_the_trainer_reports_and_balances(strategy, makes_model, tmp_path):
 
 
 def test_a_frozen_router_keeps_its_bias(caplog):
-    """An adapter's file has no place for a bias; a copy of the router, which peft saves, has."""
+    """An adapter's file cannot store its bias; a copy of the router in `modules_to_save` is trained, and stored."""
     from peft import LoraConfig, get_peft_model
 
     logger.warning_once.cache_clear()
@@ -228,7 +229,7 @@ def test_a_frozen_router_keeps_its_bias(caplog):
             assert not router.original_module.balancing_bias.any()
 
 
-def test_the_last_watch_of_a_model_counts():
+def test_only_the_last_watch_of_a_model_counts():
     model = make(**SHALLOW)
     first, second = llamoe.RouterWatch(model), llamoe.RouterWatch(model)
     first.close()

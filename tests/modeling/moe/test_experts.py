@@ -1,4 +1,4 @@
-"""The experts by themselves: every way to compute them gives the same numbers and gradients, judged in float64."""
+"""Experts: every way to compute them gives the numbers and gradients of sums written out, or of float64."""
 
 import copy
 import math
@@ -33,12 +33,12 @@ from llamoe.modeling.moe.products import (
 CUDA = torch.device("cuda", 0)
 
 
-# Which implementation
+# The choice of the implementation
 
 
 @for_models()
 def test_llamoe_is_the_default_everywhere(case, monkeypatch):
-    """Of all parts of a multimodal model: on a GPU `generate` swaps the whole when one of them says `grouped_mm`."""
+    """Also in all parts of a multimodal model: if one had `grouped_mm`, `generate` would change all on a GPU."""
     model = case.make()
     monkeypatch.setattr(type(model), "device", torch.device("cuda"))
     with model._optimize_model_for_decode() if case.is_head else nullcontext():
@@ -64,11 +64,11 @@ def test_other_libraries_experts_are_refused():
         theirs(torch.randn(2, 8), torch.tensor([[0], [1]]), torch.ones(2, 1))
 
 
-# Which product
+# The choice of the product
 
 
-def test_the_host_counts_on_a_cpu_and_offloaded_experts_everywhere(monkeypatch):
-    """Which rows a GPU's kernels take is in `test_plain_experts_on_gpus.py`."""
+def test_who_finds_the_rows_of_experts(monkeypatch):
+    """On a CPU and for offloaded experts the host, in other cases kernels or operators."""
     experts = make_experts()
     assert experts.way(7, needs_gradient=False) == "host"
     assert experts.way(7, needs_gradient=True) == experts.way(7, False, is_traced=True) == "operators"
@@ -97,7 +97,7 @@ STRIDES = {
 
 @pytest.mark.parametrize(("make", "on_the_host", "on_a_gpu"), STRIDES.values(), ids=STRIDES)
 def test_strides_that_grouped_mm_takes(make, on_the_host, on_a_gpu, monkeypatch):
-    """What torch asks on a GPU stands in its sources; the part of it that it asks on a CPU, it says itself."""
+    """Torch's sources say what it requires on a GPU; requirements that also hold on a CPU are tried here."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(products, "is_recorded", lambda x: False)
     weight = make().zero_()
@@ -131,10 +131,8 @@ def on_gpu(dtype):
     ],
     ids=str,
 )
-def test_compilers_get_no_product_that_waits_for_the_host(
-    capability, hip, dtype, in_eager, compiled, monkeypatch
-):
-    """`reduce-overhead` would put it into a CUDA graph."""
+def test_compiled_products_do_not_wait_for_the_host(capability, hip, dtype, in_eager, compiled, monkeypatch):
+    """With `reduce-overhead` they are captured in a CUDA graph, where waiting is an error."""
     monkeypatch.setattr(torch.version, "hip", hip)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     stack = plain_stack(torch.empty(3, 16, 24, dtype=dtype))
@@ -145,7 +143,7 @@ def test_compilers_get_no_product_that_waits_for_the_host(
     assert not takes_grouped_mm(on_gpu(dtype), packed)
 
 
-# The same numbers
+# Results and gradients
 
 
 @torch.no_grad()
@@ -153,14 +151,15 @@ def test_compilers_get_no_product_that_waits_for_the_host(
 @pytest.mark.parametrize("is_output_first", [False, True])
 @pytest.mark.parametrize("sizes", SIZES)
 def test_every_way_equals_the_sum_by_hand(sizes, is_output_first, num_tokens, top_k, monkeypatch):
-    """By the host, by operators, by the definition; ids past the last expert are those of other processes."""
+    """The host, operators and the loop; ids past the last expert stand for experts of other processes."""
     experts = make_experts(sizes, is_output_first=is_output_first)
     inputs = make_rows(experts, num_tokens, top_k, past_the_end=True)
     expected = by_hand(experts, *inputs)
     given = [experts(*inputs), experts.loop_over_experts(*inputs)]
     monkeypatch.setattr(Experts, "way", lambda *_: "operators")
     given.append(experts(*inputs))
-    for out in given:  # sums of about fifty terms of order one
+    # Sums have about fifty terms of order one.
+    for out in given:
         assert out.shape == inputs[0].shape and out.dtype == torch.float32
         assert not num_tokens or max_abs(out, expected) < 1e-5
 
@@ -175,7 +174,8 @@ def test_other_dtypes(num_tokens, dtype):
     # Each of four roundings is half a unit in the last place; sums in float64 have a few more.
     tolerance = (40 if dtype == torch.float64 else 4) * torch.finfo(dtype).eps * expected.abs().max()
     assert max_abs(experts(*inputs), expected) < tolerance
-    if dtype == torch.float64:  # which autocast leaves alone
+    if dtype == torch.float64:
+        # Autocast does not cast float64.
         with torch.autocast("cpu", torch.bfloat16):
             assert max_abs(experts(*inputs), expected) < tolerance
 
@@ -183,7 +183,7 @@ def test_other_dtypes(num_tokens, dtype):
 @pytest.mark.parametrize("num_tokens", [1, 9])
 @pytest.mark.parametrize("spacing", ["transposed", (3, 1), (8, 2)], ids=str)
 def test_weights_in_any_strides(spacing, num_tokens):
-    """Slices of larger storages and transposed stacks, as other libraries store them; outputs and gradients."""
+    """Other libraries store slices of larger tensors and transposed stacks: outputs and gradients are right."""
     experts = make_experts("aligned")
     expected = copy.deepcopy(experts)
     for name in ("gate_up_proj", "down_proj"):
@@ -199,15 +199,15 @@ def test_weights_in_any_strides(spacing, num_tokens):
     inputs = make_rows(experts, num_tokens, 2)
     with torch.no_grad():
         assert max_abs(experts(*inputs), by_hand(experts, *inputs)) < 1e-5
-    for each in (experts, expected):
-        each(*inputs).square().sum().backward()
+    for module in (experts, expected):
+        module(*inputs).square().sum().backward()
     for name, parameter in experts.named_parameters():
         assert max_abs(parameter.grad, getattr(expected, name).grad) < 1e-4, name
 
 
 @pytest.mark.parametrize("is_output_first", [False, True])
 def test_gradients_have_their_stacks_strides(is_output_first):
-    """Another layout would be copied into this one. An expert without tokens has zeros."""
+    """With other strides autograd would copy them. The gradient of an expert without tokens is zero."""
     experts = make_experts(is_output_first=is_output_first)
     x, _, _ = make_rows(experts, 9, 1)
     layouts = []
@@ -222,7 +222,8 @@ def test_the_gradient_of_the_operator_is_its_derivative():
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(6, 3, dtype=torch.float64, generator=generator, requires_grad=True)
     weight = torch.randn(4, 3, 5, dtype=torch.float64, generator=generator, requires_grad=True)
-    ends = torch.tensor([2, 2, 5, 5], dtype=torch.int32)  # two groups without rows, and a row behind the last
+    # Two experts have no rows, and the last row has no expert.
+    ends = torch.tensor([2, 2, 5, 5], dtype=torch.int32)
 
     def product(x, weight):
         return multiply_sorted(x, plain_stack(weight), ends)
@@ -242,7 +243,8 @@ def test_the_gradient_of_the_operator_is_its_derivative():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_gradients_of_groups_without_rows(dtype):
     x, grad = torch.randn(4, 5).to(dtype), torch.randn(4, 7).to(dtype)
-    ends = torch.tensor([0, 2, 2, 3], dtype=torch.int32)  # and a row behind the last end
+    # The last row has no expert.
+    ends = torch.tensor([0, 2, 2, 3], dtype=torch.int32)
     out = products.grouped_outer_product(x, grad, ends)
     assert out.shape == (4, 5, 7) and out.dtype == dtype and out.is_contiguous()
     expected = torch.stack([x[:0].T @ grad[:0], x[:2].T @ grad[:2], x[:0].T @ grad[:0], x[2:3].T @ grad[2:3]])
@@ -262,7 +264,7 @@ TRANSFORMS = {
 
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_transforms_of_torch_func(transform):
-    """Operators of ours would lose the experts' part."""
+    """Under transforms experts use torch's operators: with custom ones their part would silently be missing."""
     config, follow = stock_text_config(**SIZES["odd"]), TRANSFORMS[transform]
     stock, ours = make_asymmetric(Llama4TextMoe(config)), MixtureOfExperts(llamoe.from_stock(config))
     ours.load_state_dict(stock.state_dict())
@@ -279,9 +281,9 @@ def test_transforms_of_torch_func(transform):
     in_turn([False, True], ["llamoe", "eager", "batched_mm"], times=3),
 )
 def test_float64_gradients_are_the_derivatives(is_output_first, implementation):
-    """By differences, of rows, both stacks and weights, and those of the gradients.
+    """First and second derivatives for rows, stacks and weights, compared with differences.
 
-    Without the router, whose scores are rounded to float32 as Llama 4's rule has it.
+    The router takes no part, since Llama 4 rounds its scores to float32.
     """
     sizes = dict(hidden_size=6, intermediate_size=5)
     experts = make_experts(sizes, torch.float64, 3, is_output_first)
@@ -322,8 +324,7 @@ def test_autocast_computes_in_its_dtype(num_tokens):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_shapes_alone(dtype):
-    """Of outputs and gradients."""
+def test_outputs_and_gradients_on_the_meta_device(dtype):
     experts = make_experts("aligned", dtype).to("meta")
     empty = partial(torch.empty, device="meta")
     out = experts(empty(7, 64, dtype=dtype), empty(7, 2, dtype=torch.long), empty(7, 2, dtype=dtype))

@@ -1,4 +1,4 @@
-"""Router losses and loads against hand-written formulas and transformers' own Mixtral loss."""
+"""Router losses and loads, compared with formulas written out and with transformers' loss of Mixtral."""
 
 import pytest
 import torch
@@ -25,12 +25,13 @@ IDS = torch.randint(1, 97, (2, 6), generator=torch.Generator().manual_seed(3))
 
 
 def test_the_model_returns_and_adds_the_losses():
-    """As an argument or the configuration asks; gradients are in `attention/test_judged.py`."""
+    """Losses are computed if an argument or the config asks for them; `test_judged.py` tests their gradients."""
     model = model_of(router_aux_loss_coef=0.3)
     plain = model(IDS, labels=IDS, attention_mask=MASK)
     asked = model(IDS, labels=IDS, attention_mask=MASK, output_router_logits=True)
     assert plain.aux_loss is None and plain.router_logits is None
-    assert len(asked.router_logits) == 2  # mixture layers 1 and 3 of five
+    # Layers 1 and 3 of five are mixtures.
+    assert len(asked.router_logits) == 2
     assert asked.router_logits[0].shape == (12, E)
     by_hand = sum(load_balancing_loss_func((layer,), E, 1, MASK) for layer in asked.router_logits) / 2
     assert asked.aux_loss.item() == pytest.approx(by_hand.item(), rel=1e-5)
@@ -45,7 +46,7 @@ def test_the_model_returns_and_adds_the_losses():
 
 
 def test_the_model_returns_the_load():
-    """Of real tokens; of a cached step its own."""
+    """The load counts tokens that are not padding; with a cache only the new ones."""
     model = model_of(num_experts_per_tok=2)
     model.config.output_expert_load = True
     out = model(IDS[:, :4], attention_mask=MASK[:, :4], use_cache=True, output_router_logits=True)
@@ -57,8 +58,8 @@ def test_the_model_returns_the_load():
     assert out.expert_load.sum(-1).tolist() == [2 * int(MASK[:, 4:].sum())] * 2
 
 
-def test_what_a_multimodal_config_says_of_the_routers_holds(tmp_path):
-    """As an attribute of the whole, and as an argument of `from_pretrained`."""
+def test_router_options_of_a_multimodal_config_have_an_effect(tmp_path):
+    """As attributes of the model's config, and as arguments of `from_pretrained`."""
     model, inputs = MULTIMODAL.make(), MULTIMODAL.inputs()
     assert model(**inputs).aux_loss is None
     model.save_pretrained(tmp_path)
@@ -66,5 +67,5 @@ def test_what_a_multimodal_config_says_of_the_routers_holds(tmp_path):
     loaded = MULTIMODAL.model_class.from_pretrained(tmp_path, **options)
     assert loaded.config.text_config.router_aux_loss_coef == 0.25
     model.config.output_router_logits = True
-    outputs = [each(**inputs).aux_loss for each in (model, loaded)]
+    outputs = [it(**inputs).aux_loss for it in (model, loaded)]
     assert torch.equal(*outputs)

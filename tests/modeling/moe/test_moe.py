@@ -1,4 +1,4 @@
-"""The mixture by itself: every rule of routing that a config can say, and its training options."""
+"""A mixture layer: every rule of routing that a config can express, and the options for training."""
 
 import math
 import random
@@ -17,7 +17,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 import llamoe
 from llamoe.modeling.moe.layer import MixtureOfExperts
 
-# What decides how scores are made and used, in every combination that a config accepts.
+# Fields that decide how scores are computed and used, in every combination that a config accepts.
 RULES = [
     dict(
         router_score_function=function,
@@ -38,7 +38,7 @@ RULES = [
     ("family", "make_config"), [("Mixtral", stock_mixtral_config), ("", stock_text_config)]
 )
 def test_every_rule_is_its_formula(family, make_config):
-    """In a decoder of one layer, judged by the one that `tests/fuzz` has in float64; two rows of 17 tokens."""
+    """A decoder of one layer is compared with the decoder of `tests/fuzz` in float64."""
     sizes = dict(hidden_size=24, intermediate_size=20, num_local_experts=5, num_experts_per_tok=3)
     stock = make_config(**sizes, num_hidden_layers=1, **({} if family else {"moe_layers": [0]}))
     for rule in RULES:
@@ -86,16 +86,16 @@ def test_noise_acts_in_training_only(option):
 
 
 @torch.no_grad()
-def test_jitter_touches_the_routers_input_only():
-    # With every expert chosen and equal, only scores can differ; the shared expert must see the clean input.
+def test_jitter_changes_only_the_routers_input():
+    # The routed experts return zeros here. So the output is that of the shared expert, whose input has no jitter.
     block = training_block(router_jitter_noise=0.2)
     x = tokens(5)
     block.experts.down_proj.zero_()
     assert max_abs(block(x), block.shared_expert(x)) == 0
 
 
-def test_mixtrals_jitter_is_stocks():
-    """The same seed draws the same; experts of Mixtral, too, compute with it."""
+def test_mixtrals_jitter_equals_transformers():
+    """The same seed draws the same noise, which also changes the input of Mixtral's experts."""
     stock = make_asymmetric(
         MixtralSparseMoeBlock(stock_mixtral_config(router_jitter_noise=0.2, **SIZES["aligned"]))
     )
@@ -122,7 +122,7 @@ def test_capacity_keeps_the_best_scores(family, top_k):
         for t, k in sorted(places, key=lambda place: -scores[place].item())[:capacity]:
             kept[t, k] = True
     assert 0 < kept.sum() < kept.numel()
-    # No expert has this number.
+    # Tokens above the capacity get a number that no expert has.
     indices = indices.masked_fill(~kept, 5)
     if family == "mixtral":
         expected = by_hand(block.experts, x, indices, scores)
@@ -135,15 +135,15 @@ def test_capacity_keeps_the_best_scores(family, top_k):
 
 @torch.no_grad()
 @pytest.mark.parametrize(("factor", "trains"), [(5.0, True), (1e12, True), (0.1, False)])
-def test_capacity_drops_none_in_inference_or_where_every_token_fits(factor, trains):
-    """As many times the fair share as there are experts is everything already."""
+def test_capacity_drops_nothing_in_inference_or_if_every_token_fits(factor, trains):
+    """With a factor of at least the number of experts, one expert may take all tokens."""
     block, plain = training_block(expert_capacity_factor=factor).train(trains), training_block()
     x = tokens(40)
     assert max_abs(block(x), plain(x)) == 0
 
 
-def test_peft_finds_what_it_relies_on():
-    """A router that is no linear layer, and stacks in this order."""
+def test_the_module_is_as_peft_needs_it():
+    """The router is no linear layer, and the stacks have this order."""
     block = training_block()
     assert not isinstance(block.router, torch.nn.Linear)
     assert [name for name, _ in block.experts.named_parameters()] == ["gate_up_proj", "down_proj"]

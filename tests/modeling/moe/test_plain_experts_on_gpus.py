@@ -1,7 +1,7 @@
-"""Experts of 16 and 32 bits by the Triton kernels: which are taken, and, on a GPU, that they are right there.
+"""Plain experts on GPUs: when the Triton kernels are used, and, on a GPU, that they are right.
 
-The kernels' numbers are proven by `interpreted_products`, which `kernels/test_packed_rows.py` starts. That they run on
-a card, in graphs and without asking the host, is for the tests marked `gpu`.
+`support/interpreted_products.py`, which `kernels/test_packed_rows.py` starts, compares the kernels' numbers on a CPU.
+The tests marked `gpu` run them on a GPU, also in CUDA graphs, where the host must not wait.
 """
 
 import pytest
@@ -22,7 +22,7 @@ CUDA = torch.device("cuda", 0)
 
 @pytest.fixture
 def hopper(monkeypatch):
-    """A card of compute capability 9.0, and Triton."""
+    """A stand-in for a GPU of compute capability 9.0, with Triton."""
     monkeypatch.setattr(packed_rows, "_HAS_TRITON", True)
     monkeypatch.setattr(packed_rows, "_INTERPRETED", False)
     monkeypatch.setattr(torch.version, "hip", None)
@@ -40,17 +40,17 @@ def hopper(monkeypatch):
         (False, {"dtype": torch.float64}),
         (False, {"device": torch.device("cpu")}),
         (False, {"device": torch.device("meta")}),
-        # Weights that autocast would cast.
+        # Autocast would cast the weights.
         (False, {"dtype": torch.float32, "product_dtype": BF16}),
-        # No Triton, a card of AMD's, an old one.
+        # No Triton; AMD's GPU; an old GPU.
         (False, {"llamoe.modeling.kernels.packed_rows._HAS_TRITON": False}),
         (False, {"torch.version.hip": "6.4"}),
         (False, {"torch.cuda.get_device_capability": lambda device: (7, 5)}),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, dict) else value,
 )
-def test_what_fits(hopper, fits, case, monkeypatch):
-    """A check of the kernel, where there is one, finds it right."""
+def test_when_kernels_are_used(hopper, fits, case, monkeypatch):
+    """The check of a kernel, if it is run, is replaced by one that finds it right."""
     case = {"num_rows": 4, "dtype": BF16, "device": CUDA, "needs_gradient": False, "sizes": "odd", **case}
     for name, value in case.items():
         if "." in name:
@@ -71,7 +71,7 @@ SCOUT = dict(hidden_size=5120, intermediate_size=8192, device="cuda", dtype=torc
 
 
 def draw(num_rows, num_experts, hidden_size, intermediate_size, **where):
-    """Rows and weights, drawn where they are wanted, with results of a deviation of about one half."""
+    """Draw rows and weights on a device; results have a standard deviation of about one half."""
     x = torch.randn(num_rows, hidden_size, **where)
     gate_up = torch.randn(num_experts, hidden_size, 2 * intermediate_size, **where).mul_(hidden_size**-0.5)
     down = torch.randn(num_experts, intermediate_size, hidden_size, **where).mul_(intermediate_size**-0.5)
@@ -79,7 +79,7 @@ def draw(num_rows, num_experts, hidden_size, intermediate_size, **where):
 
 
 def experts_of(gate_up, down):
-    """Experts that have these weights."""
+    """Return experts with these weights."""
     config = llamoe.from_stock(stock_text_config())
     config._experts_implementation = "llamoe"
     experts = Experts(config)
@@ -91,23 +91,23 @@ def experts_of(gate_up, down):
 
 
 def one_each(x, ids):
-    """Inputs of experts that send each row to one of them."""
+    """Return inputs of experts that send each row to one expert."""
     return x, ids[:, None], torch.ones(len(ids), 1, dtype=x.dtype, device=x.device)
 
 
 def by_kernels(x, gate_up, down, ids):
-    """Each row's expert, by kernels that are forced."""
+    """Compute each row's expert by the kernels."""
     with forced("kernels"):
         return experts_of(gate_up, down)(*one_each(x, ids))
 
 
 def plain_version(x, gate_up, down, ids):
-    """By PyTorch's own operations, in a loop on the host."""
+    """Compute by torch's operations, in a loop on the host."""
     return experts_of(gate_up, down).loop_over_experts(*one_each(x, ids))
 
 
 def check_on_gpu(given, inputs):
-    """As near to float32 as the plain version is."""
+    """Check that errors, measured against float32, are at most 1.2 times those of the plain version."""
     x, gate_up, down, ids = inputs
     truth = plain_version(x.float(), gate_up.float(), down.float(), ids)
     plain = plain_version(*inputs)
@@ -144,7 +144,7 @@ def test_odd_sizes_on_a_gpu(num_rows, dtype):
 @pytest.mark.gpu
 @torch.no_grad()
 def test_weights_beyond_two_to_the_31_elements_on_a_gpu():
-    """The last of 32 experts begins at element 2.6e9; what stands before it has no numbers."""
+    """The last of 32 experts begins at element 2.6e9; all weights before it are NaN."""
     x, gate_up, down, _ = draw(3, 3, **SCOUT)
     many_gate_up = torch.full((32, *gate_up.shape[1:]), float("nan"), device="cuda", dtype=torch.bfloat16)
     many_down = torch.full((32, *down.shape[1:]), float("nan"), device="cuda", dtype=torch.bfloat16)
@@ -157,7 +157,7 @@ def test_weights_beyond_two_to_the_31_elements_on_a_gpu():
 @pytest.mark.gpu
 @torch.no_grad()
 def test_compiled_into_one_graph_on_a_gpu():
-    """With `reduce-overhead`, which records a CUDA graph, for several inputs and without a recompilation."""
+    """`reduce-overhead` captures a CUDA graph, which is right for several inputs without another compilation."""
     x, gate_up, down, ids = draw(5, 6, **SCOUT)
     experts = experts_of(gate_up, down)
 
@@ -179,7 +179,7 @@ def test_compiled_into_one_graph_on_a_gpu():
 
 
 def drawn_experts(num_rows, hidden_size=1024, intermediate_size=512, dtype=torch.bfloat16):
-    """Six experts, and rows for them."""
+    """Return six experts, and inputs for them."""
     x, gate_up, down, ids = draw(num_rows, 6, hidden_size, intermediate_size, device="cuda", dtype=dtype)
     return experts_of(gate_up, down), one_each(x, ids)
 
@@ -191,7 +191,7 @@ def assert_near(given, experts, inputs):
 
 
 @pytest.fixture
-def nothing_known(monkeypatch):
+def no_kernel_checked(monkeypatch):
     monkeypatch.setattr(packed_rows, "_FAILURES", {})
 
 
@@ -199,8 +199,8 @@ def nothing_known(monkeypatch):
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("sizes", [(1024, 512), (72, 51)], ids=str)
-def test_first_use_on_a_gpu(sizes, dtype, nothing_known):
-    """The kernel is checked for both stacks and found right."""
+def test_first_use_on_a_gpu(sizes, dtype, no_kernel_checked):
+    """The kernels for both stacks are checked, and are right."""
     experts, inputs = drawn_experts(5, *sizes, dtype)
     assert_near(experts(*inputs), experts, inputs)
     assert list(packed_rows._FAILURES.values()) == ["", ""]
@@ -208,8 +208,8 @@ def test_first_use_on_a_gpu(sizes, dtype, nothing_known):
 
 @pytest.mark.gpu
 @torch.no_grad()
-def test_a_cuda_graph_after_the_first_use(nothing_known, monkeypatch):
-    """Checked before, used within; nothing is checked while it is captured."""
+def test_a_cuda_graph_after_the_first_use(no_kernel_checked, monkeypatch):
+    """A graph captures kernels that were checked before, and no others."""
     experts, inputs = drawn_experts(5)
     experts(*inputs)
     torch.cuda.synchronize()
@@ -230,9 +230,11 @@ def test_a_cuda_graph_after_the_first_use(nothing_known, monkeypatch):
 
     packed_rows._FAILURES.clear()
     if torch.cuda.get_device_capability()[0] not in (9, 10):
-        return  # torch's grouped product asks the host there
+        # There torch's grouped product waits for the host, and cannot be captured.
+        return
     with forced("operators"):
-        experts(*inputs)  # what the capture will take, warmed up
+        # Run the product that the capture will use: its first call allocates memory.
+        experts(*inputs)
     torch.cuda.synchronize()
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
         experts(*inputs)
@@ -242,7 +244,7 @@ def test_a_cuda_graph_after_the_first_use(nothing_known, monkeypatch):
 @pytest.mark.gpu
 @torch.no_grad()
 @pytest.mark.parametrize("num_rows", [5, 40])
-def test_the_host_waits_for_the_check_only(num_rows, nothing_known):
+def test_the_host_waits_only_for_the_check(num_rows, no_kernel_checked):
     experts, inputs = drawn_experts(num_rows)
     experts(*inputs)
     torch.cuda.set_sync_debug_mode("error")

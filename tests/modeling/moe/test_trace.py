@@ -1,4 +1,4 @@
-"""Which experts compute which tokens, as the routers' own logits and the layers' weights say."""
+"""`trace_experts` records the experts and scores that follow from the routers' logits."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def test_choices_and_scores_follow_the_logits(case, top_k):
 @pytest.mark.parametrize("case", [TEXT, MIXTRAL], ids=lambda case: case.name)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_generated_row_is_traced_token_by_token(case, dtype):
-    """By the prompt's pass and one of each new token but the last, with the same answer as without a trace."""
+    """The prompt and each new token but the last have a forward pass; the answer is the same as without a trace."""
     model, prompt = case.make().eval().to(dtype), random_ids(1, 9)
     options = {"max_new_tokens": 7, "min_new_tokens": 7, "do_sample": False}
     with llamoe.trace_experts(model) as trace:
@@ -41,8 +41,8 @@ def test_a_generated_row_is_traced_token_by_token(case, dtype):
         assert torch.equal(trace.experts(), whole.experts())
 
 
-def test_a_call_that_fails_half_way_is_left_out():
-    """And no hook stays behind; several rows follow each other in each call."""
+def test_a_forward_pass_that_fails_is_left_out():
+    """No hook is left. The tokens of a batch with several rows are in one sequence."""
     model = WHOLE.make().eval()
     hooks = [module for module in model.modules() if module._forward_hooks]
     last = model.language_model.model.layers[model.config.text_config.moe_layers[-1]].feed_forward.router
@@ -56,7 +56,7 @@ def test_a_call_that_fails_half_way_is_left_out():
     assert [module for module in model.modules() if module._forward_hooks] == hooks
 
 
-def test_what_checkpointing_computes_again_is_no_pass():
+def test_layers_that_checkpointing_computes_again_are_left_out():
     model = TEXT.make().train()
     model.gradient_checkpointing_enable()
     with llamoe.trace_experts(model) as trace:

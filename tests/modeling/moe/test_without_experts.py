@@ -1,4 +1,4 @@
-"""Llama 4 without mixtures, as Llama Guard 4 is: every layer dense, a step of zero, no experts, chunks or none."""
+"""Llama 4 without experts, such as Llama Guard 4: all layers are dense; with chunks and without."""
 
 import json
 
@@ -26,8 +26,8 @@ IDS = random_ids(2, LENGTH)
 
 @pytest.mark.parametrize("chunk", [16, None])
 @pytest.mark.parametrize("layout", ["llamoe", "stock"])
-def test_it_equals_stock_and_comes_back(chunk, layout, tmp_path):
-    """Written by either side, with `moe_layers` and without; stock needs a chunk size, which we write for it."""
+def test_logits_equal_transformers_also_after_saving(chunk, layout, tmp_path):
+    """Folders of transformers may lack `moe_layers`; for transformers we write a chunk size, which it needs."""
     stock = stock_model(Llama4ForCausalLM, stock_text_config(**GUARD, attention_chunk_size=chunk or 999))
     with torch.no_grad():
         expected = stock(IDS).logits
@@ -47,7 +47,7 @@ def test_it_equals_stock_and_comes_back(chunk, layout, tmp_path):
 
 
 @pytest.mark.parametrize("layout", ["stock", "llamoe"])
-def test_tools_take_it(layout, tmp_path):
+def test_commands_work_without_experts(layout, tmp_path):
     config = multimodal_config(**GUARD)
     model = make_asymmetric(llamoe.LlamoeForConditionalGeneration(config))
     expected = run(model, input_ids=IDS)
@@ -62,13 +62,13 @@ def test_tools_take_it(layout, tmp_path):
     convert(tmp_path / "model", tmp_path / "converted", layout=layout)
     converted = load_whole(llamoe.LlamoeForConditionalGeneration, tmp_path / "converted")
     assert max_abs(run(converted, input_ids=IDS), expected) == 0
-    # A text model out of the same folder.
+    # The text model alone loads from the same folder.
     text = llamoe.LlamoeForCausalLM.from_pretrained(tmp_path / "model")
     assert max_abs(run(text, input_ids=IDS), expected) < 1e-5
 
 
-def test_it_trains_whatever_is_asked_of_routers():
-    """There are none: no losses of theirs, no load."""
+def test_options_of_routers_have_no_effect():
+    """Without routers there are no router losses and no load."""
     config = llamoe.from_stock(stock_text_config(**GUARD))
     config.output_router_logits = config.output_expert_load = True
     config.router_z_loss_coef = 0.1

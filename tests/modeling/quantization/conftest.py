@@ -1,4 +1,4 @@
-"""Both formats, and each family's model in them."""
+"""Fixtures: int4 and int8, the model families, and the quantized model of each family."""
 
 import pytest
 from support.few_bits import FAMILIES, WEIGHTS, packed

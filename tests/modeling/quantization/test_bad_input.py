@@ -1,4 +1,4 @@
-"""What is wrong with configs, folders and weights of quantized weights is told by name."""
+"""Errors and warnings about wrong configs, damaged folders and odd weights of quantized models."""
 
 import json
 
@@ -49,7 +49,7 @@ def test_a_config_is_a_dict_as_well():
 
 
 def test_a_number_of_outputs_that_int4_does_not_support():
-    """The message names a layer to leave out."""
+    """The message names the layer to list in `modules_to_not_convert`."""
     with pytest.raises(ConfigurationError, match=r"k_proj.*24 outputs.*modules_to_not_convert"):
         load(save(make("mixtral", head_dim=12)), "int4")
 
@@ -64,7 +64,7 @@ def test_a_class_of_transformers(tmp_path):
 
 
 def spoilt(folder, config=None, tensors=None):
-    """A packed folder whose config.json and tensors these functions have changed in place."""
+    """Change config.json and tensors of a packed folder by these functions, in place; return the folder."""
     if config is not None:
         path = folder / "config.json"
         content = json.loads(path.read_text())
@@ -83,7 +83,7 @@ def changed(**fields):
 
 
 def packed_as(weights):
-    """Let a plain folder's config say that its weights are packed."""
+    """Return a change of config.json which says that plain weights are packed."""
     return lambda content: content.update(quantization_config=llamoe.QuantizationConfig(weights).to_dict())
 
 
@@ -113,7 +113,7 @@ def test_weights_and_configs_that_do_not_belong_together(weights, change, named)
     [("int4", dict(weights="int8")), ("int4", dict(group_size=64)), ("int8", dict(experts=False))],
 )
 def test_packed_folders_are_not_packed_again(weights, asked):
-    """transformers warns that a request which differs from the folder's config is ignored."""
+    """If the requested config differs from the folder's, transformers warns that it ignores the request."""
     path = save(packed("dense", weights))
     config = llamoe.QuantizationConfig(**asked)
     with pytest.warns(UserWarning, match="`quantization_config` from the model will be used"):
@@ -122,8 +122,8 @@ def test_packed_folders_are_not_packed_again(weights, asked):
 
 
 @pytest.mark.parametrize("weights", ["int8", "int4"])
-def test_packed_folders_are_told_what_to_do_to_rows(weights, recwarn):
-    """Whatever they are stored as: the rest of the request says nothing, and nothing is warned of."""
+def test_a_request_for_activations_overrides_the_folder(weights, recwarn):
+    """A config that gives `activations` alone asks for nothing else, so no warning says that it is ignored."""
     fields = dict(group_size=64) if weights == "int4" else {}
     models = {
         chosen: load(folder("mixtral"), weights, activations=chosen, **fields) for chosen in ("int8", "float")
@@ -131,7 +131,7 @@ def test_packed_folders_are_told_what_to_do_to_rows(weights, recwarn):
     recwarn.clear()
     for stored, packed_model in models.items():
         path = save(packed_model)
-        # What a folder says holds where nobody says another thing.
+        # Without a request the folder's own `activations` count.
         for asked, chosen in (
             (dict(activations="float"), "float"),
             (dict(activations="int8"), "int8"),
@@ -157,7 +157,7 @@ def test_packed_folders_are_told_what_to_do_to_rows(weights, recwarn):
     ],
 )
 def test_damaged_and_missing_parts(weights, part, function, wrong):
-    """Also for a class that begins with a head of its own, and where other sizes are to be ignored."""
+    """The error also comes with `ignore_mismatched_sizes`, and for a class with a new head, which may lack weights."""
 
     def change(tensors):
         tensor = tensors.pop(part)
@@ -185,7 +185,7 @@ def test_missing_weights_are_not_quantized(weights):
 
 
 def loaded_with(key, change, weights):
-    """The weight that a model means whose weight was changed in place, and the changed one."""
+    """Quantize a model with a changed weight; return the model, its dequantized weight and the changed weight."""
     model = make("mixtral" if key == STACK else "dense")
     weight = model.get_parameter(key)
     with torch.no_grad():
@@ -203,7 +203,7 @@ def rows(weight):
     ("weights", "key", "value"), [("int4", LINEAR, float("nan")), ("int8", STACK, float("inf"))]
 )
 def test_nan_and_infinite_weights_become_nan(weights, key, value):
-    """Quantization turns none into a number, which would hide that weights are damaged."""
+    """Quantization must not turn them into numbers, which would hide that the weights are damaged."""
     _, found, _ = loaded_with(key, lambda weight: rows(weight)[3, 5].fill_(value), weights)
     assert rows(found)[3, 5].isnan() and not rows(found)[4].isnan().any()
 
@@ -219,7 +219,7 @@ ODD = [
 
 @pytest.mark.parametrize(("odd", "stored"), in_turn(range(len(ODD)), [("int4", STACK), ("int8", LINEAR)]))
 def test_odd_weights(odd, stored):
-    """`error` is that of one row: levels are sixteen at least, and scales have bfloat16's 8 bits."""
+    """`error` limits the error of the odd row, which follows from 16 levels and from the 8 bits of bfloat16 scales."""
     (change, error), (weights, key) = ODD[odd], stored
     model, found, expected = loaded_with(key, change, weights)
     sizes = rows(expected.double()).norm(dim=1)

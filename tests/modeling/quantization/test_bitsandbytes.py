@@ -1,4 +1,4 @@
-"""Experts that bitsandbytes quantizes: each matrix is its linear layer, in memory, in files and in products."""
+"""Experts in bitsandbytes' formats: each matrix is stored and computed as a linear layer of bitsandbytes."""
 
 import peft
 import pytest
@@ -37,7 +37,7 @@ FEW = ["nf4", "fp4 nested", "8 bit"]
 
 @for_pairs
 def test_each_matrix_is_that_of_a_linear_layer(family, method, tmp_path):
-    """The saved tensors, which are those in memory: codes, scales and their own scales, bit by bit."""
+    """Saved codes, scales and nested scales equal those of bitsandbytes' own layer bit by bit."""
     model = load(folder_of(family), family, method)
     plain = load(folder_of(family), family)
     model.save_pretrained(tmp_path)
@@ -63,7 +63,7 @@ def test_each_matrix_is_that_of_a_linear_layer(family, method, tmp_path):
 
 @for_pairs
 def test_saved_and_loaded_again(family, method, tmp_path):
-    """In shards, after a pass, twice, with equal bits; and unpacked."""
+    """Outputs are equal after a model is saved in shards and loaded, twice; a dequantized model is close."""
     model = load(folder_of(family), family, method)
     plain = logits(load(folder_of(family), family))
     expected = logits(model)
@@ -87,7 +87,7 @@ def test_saved_and_loaded_again(family, method, tmp_path):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(("method", "family"), in_turn(FEW, FAMILIES))
 def test_a_folder_keeps_its_dtype(family, method, dtype, tmp_path):
-    """transformers does not cast the plain weights of such a folder; a router in another dtype would not fit them."""
+    """transformers loads plain weights in the files' dtype, so routers must not have the requested one."""
     model = load(folder_of(family), family, method)
     model.save_pretrained(tmp_path)
     again = load(tmp_path, family, dtype=dtype)
@@ -95,7 +95,7 @@ def test_a_folder_keeps_its_dtype(family, method, dtype, tmp_path):
 
 
 def test_a_tower_keeps_its_dtype(tmp_path):
-    """Norms have weights, which transformers does not cast, and biases, which it would."""
+    """Weights of norms keep the files' dtype in transformers, so their biases must keep it, too."""
     folder = save(draw(llamoe.LlamoeVisionModel, vision_config()).bfloat16())
     quantization = BitsAndBytesConfig(load_in_4bit=True)
     model = llamoe.LlamoeVisionModel.from_pretrained(folder, quantization_config=quantization)
@@ -107,7 +107,7 @@ def test_a_tower_keeps_its_dtype(tmp_path):
 
 @pytest.mark.parametrize("method", FEW)
 def test_stock_classes_load_the_stock_layout(method, tmp_path):
-    """Llama 4's own patch for folders of bitsandbytes makes a linear layer of each expert."""
+    """transformers' Llama 4 makes linear layers of experts if a folder is quantized by bitsandbytes."""
     model = load(folder_of("llama4"), "llama4", method)
     model.save_pretrained(tmp_path, layout="stock")
     stock, info = Llama4ForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
@@ -115,7 +115,7 @@ def test_stock_classes_load_the_stock_layout(method, tmp_path):
     experts = stock.model.layers[1].feed_forward.experts
     assert isinstance(experts[4].up_proj, bnb.nn.Linear4bit | bnb.nn.Linear8bitLt)
     for module in stock.modules():
-        # Otherwise its layers of 4 bits compute with rounded scales, and in another dtype, on some CPUs.
+        # If this is True, 4-bit layers compute with rounded scales and in another dtype on some CPUs.
         module.support_avx512bf16_for_cpu = False
     with recorded_choices(stock) as chosen:
         expected = logits(stock)
@@ -130,7 +130,7 @@ def test_stock_classes_load_the_stock_layout(method, tmp_path):
 
 @pytest.mark.parametrize(("method", "family"), in_turn(FEW, FAMILIES))
 def test_folders_that_others_have_quantized(family, method, tmp_path):
-    """The same model as if it were quantized here, but for the router, which is quantized in those."""
+    """The model equals one that llamoe quantizes, except for routers, which transformers 4 quantized, too."""
     published(tmp_path / "published", folder_of(family), family, method)
     model = load(tmp_path / "published", family)
     own = load(folder_of(family), family, method)
@@ -147,7 +147,7 @@ def test_folders_that_others_have_quantized(family, method, tmp_path):
     assert torch.equal(logits(model), logits(own))
     model.save_pretrained(tmp_path / "again")
     assert torch.equal(logits(FAMILIES[family][0].from_pretrained(tmp_path / "again")), logits(own))
-    # Also where experts stay in the files.
+    # Experts that stay in the files give equal outputs, too.
     offloaded = load(tmp_path / "published", family, experts_memory="200KB")
     assert offloaded.experts_statistics() and torch.equal(logits(offloaded), logits(own))
 
@@ -188,7 +188,7 @@ def test_parts_of_a_folder_are_read(tmp_path):
 
 
 def test_what_bitsandbytes_does_to_layers_on_a_cpu_is_kept_away(tmp_path):
-    """Its kernel for CPUs with bfloat16 changes weights in a pass: then saving, training and odd sizes fail."""
+    """Its kernel for CPUs with bfloat16 changes weights in a forward; then saving, training and odd sizes fail."""
     model = load(folder_of("llama4"), "llama4", "nf4")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     first = logits(model)
@@ -205,7 +205,7 @@ def test_what_bitsandbytes_does_to_layers_on_a_cpu_is_kept_away(tmp_path):
     ("family", "method"), [("llama4", "fp4"), ("mixtral", "nf4 nested"), ("mixtral", "8 bit")]
 )
 def test_gradients_are_those_of_unpacked_weights(family, method):
-    """Of rows, scores and the factors of adapters."""
+    """Compares the gradients of inputs and of LoRA factors."""
     given = []
     for is_packed in (True, False):
         model = load(folder_of(family), family, method, dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""Files with experts, for or by bitsandbytes: every way to store them, damage to each tensor, and memory."""
+"""Files with experts in bitsandbytes' formats: damaged tensors, and the ways to store plain experts."""
 
 import json
 import re
@@ -99,7 +99,7 @@ def test_weights_of_other_sizes_are_refused(family):
 
 
 def test_every_way_to_store_plain_experts_gives_the_same(tmp_path):
-    """Fused, one by one, and as a pickle; in float32, cast as linear layers are."""
+    """Stacks, linear layers and a pickle; float32 is cast to bfloat16 before it is quantized, as in linear layers."""
     expected = logits(load(folder_of("llama4"), "llama4", "nf4"))
     model = load(folder_of("llama4"), "llama4").float()
     state = model.state_dict()

@@ -1,4 +1,4 @@
-"""Quantized models together with everything else: each pair works, or is refused by name before a weight is read."""
+"""Quantized models with compilers, experts implementations, devices, checkpoints, heads and pictures."""
 
 import copy
 import re
@@ -79,7 +79,7 @@ def test_export(monkeypatch):
     ("name", "family", "weights"), [("grouped_mm", "text", "int4"), ("batched_mm", "mixtral", "int8")]
 )
 def test_experts_implementations(family, weights, name):
-    """Our own know packed stacks, others are refused."""
+    """llamoe's implementations take packed stacks; transformers' are refused by name."""
     model = packed(family, weights)
     expected = logits(model)
     for own in ("eager", "llamoe"):
@@ -106,7 +106,7 @@ def test_experts_implementations(family, weights, name):
     ],
 )  # fmt: skip
 def test_processes_do_not_share_packed_weights(family, sizes):
-    """`from_pretrained` asks this of the empty model in each process."""
+    """`from_pretrained` calls `maybe_distribute_model` with the empty model in each process."""
     model = packed(family, "int4")
     with pytest.raises(ValueError, match="^distributed_config: .* is quantized, and cannot be shared"):
         type(model).maybe_distribute_model(model, SimpleNamespace(**sizes), mesh=object())
@@ -177,7 +177,7 @@ def test_bin_checkpoints(family, weights, is_packed, tmp_path):
 
 
 def test_a_saved_model_is_unpacked(model):
-    """A save leaves the dtype's name in the config, by which transformers then asks for it."""
+    """After `save_pretrained` the config has the dtype as a text, which `dequantize` must read."""
     expected = logits(model)
     save(model)
     unpacked = model.dequantize()
@@ -291,7 +291,7 @@ def test_pictures(pictures, weights, monkeypatch):
     ],
 )
 def test_a_part_of_the_layers(family, weights, chosen, kept):
-    """Also where a class that reads the folder has another prefix before the layers' names."""
+    """The same layers stay plain if a class loads the folder whose names have another prefix."""
 
     def names(model):
         return {name.partition("layers.")[2] for name, _ in packed_modules(model)}

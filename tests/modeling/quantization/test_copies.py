@@ -1,4 +1,4 @@
-"""Casts and copies of quantized models, which leave codes and scales as they are."""
+"""Casts and copies of quantized models, which do not change codes and scales."""
 
 import copy
 import io
@@ -79,7 +79,7 @@ def test_state_dicts(model, assign):
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_numbers_are_no_codes_and_codes_no_numbers(weights, strict):
-    """A state dict of a plain model is refused by a packed one, and the other way round."""
+    """A quantized model refuses the state dict of a plain one, and a plain model that of a quantized one."""
     model = packed("mixtral", weights)
     before = {name: tensor.clone() for name, tensor in codes_and_scales(model).items()}
     plain = AutoModelForCausalLM.from_pretrained(folder("mixtral"))

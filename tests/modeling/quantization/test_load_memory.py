@@ -1,4 +1,4 @@
-"""Quantizing while loading takes the memory of what is made, one expert more, and little else."""
+"""The peak memory of quantizing while loading: the quantized model, one expert in 16 bits, and little more."""
 
 import sys
 
@@ -26,7 +26,7 @@ def load(folder):
     return llamoe.LlamoeForCausalLM.from_pretrained(folder, **given)
 
 settle()
-first = load(small)  # what is imported late
+first = load(small)  # so that all imports are done
 settle()
 model, peak = peak_of(lambda: load(folder))
 if what == "quantize":
@@ -53,12 +53,12 @@ def test_peak_memory(weights, tmp_path):
         filled(model.to_empty(device="cpu")).save_pretrained(tmp_path / name)
     for what, folder in (("quantize", "plain"), ("load", "packed")):
         folders = (tmp_path / f"{folder}-small", tmp_path / folder)
-        # Other work on the machine decides which threads' memory meets: the smallest of three peaks is loading's own.
+        # Threads that wait for the processor add to the peak, so the smallest of three peaks counts.
         for is_last in (False, False, True):
             result = programs.run(["-c", MEASURE, *folders, what, weights, tmp_path / "packed"], timeout=120)
             assert result.returncode == 0, result.stderr
             peak, final = map(int, result.stdout.split())
-            # One expert in 16 bit, in its order and the other, and what loading takes at any size.
+            # One expert in 16 bits and a transposed copy, and what loading takes for a model of any size.
             more = 3e6 + (2 * 2 * 3 * 512 * 1024 if what == "quantize" else 0)
             is_within = final > 27e6 and peak < 1.05 * final + more
             assert is_within or not is_last, (what, peak, final)

@@ -1,4 +1,4 @@
-"""Adapters of peft beside quantized weights: trained, saved, merged into 16 bit, and what is refused."""
+"""peft's adapters on quantized models: training, saving, merging into 16 bits, and what is refused."""
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ GRADIENTS = 0.1
 
 
 def adapt(model, config=None):
-    """An adapter of all linear layers and experts, none of whose factors is zero."""
+    """Add an adapter to all linear layers and experts, none of whose factors is zero."""
     torch.manual_seed(0)
     adapted = get_peft_model(model, config or llamoe.lora_config(model, r=3))
     with torch.no_grad():
@@ -44,7 +44,7 @@ def adapt(model, config=None):
 
 
 def backward(model):
-    """Logits, and the gradients of adapters and inputs."""
+    """Return logits, and the gradients of adapters and inputs."""
     embedded = model.get_input_embeddings()(token_ids()).detach().requires_grad_()
     model.zero_grad()
     found = model(inputs_embeds=embedded).logits.float()
@@ -71,7 +71,7 @@ def test_adapters_do_beside_packed_weights_what_they_do_beside_dequantized_ones(
         assert any("experts.base_layer.lora_B" in name for name in trained)
     for name, gradient in gradients.items():
         assert distance(gradient, its_gradients[name]) < GRADIENTS, name
-    # As peft makes them over each quantized base.
+    # peft makes float32 factors for every quantized base.
     assert {p.dtype for name, p in adapted.named_parameters() if ".lora_" in name} == {torch.float32}
 
 
@@ -91,11 +91,11 @@ def test_from_four_bits_over_training_to_a_merged_model_of_sixteen(tmp_path, mon
     assert losses[-1] < losses[0] - 0.5
     trained = logits(model.eval())
     trainer.save_model(tmp_path / "adapter")
-    # `prepare_model_for_kbit_training` casts what is not packed to float32, so the base is read in the same way again.
+    # `prepare_model_for_kbit_training` casts plain weights to float32, so outputs are equal only after it.
     again = prepare_model_for_kbit_training(load(path, "int4"))
     again = PeftModel.from_pretrained(again, tmp_path / "adapter").eval()
     assert torch.equal(logits(again), trained)
-    # Into what the packed weights mean, and into the weights that were packed.
+    # Merge into the dequantized weights, and into the original ones.
     again.get_base_model().dequantize()
     assert distance(logits(again), trained) < CLOSE
     plain = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(path), tmp_path / "adapter").eval()
@@ -110,7 +110,7 @@ def test_from_four_bits_over_training_to_a_merged_model_of_sixteen(tmp_path, mon
 def test_peft_prepares_a_packed_model_for_training(weights):
     model = packed("mixtral", weights)
     codes = {name: tensor.clone() for name, tensor in model.state_dict().items() if "proj" in name}
-    # The name was imported before llamoe, as in many programs.
+    # As in many programs, the function was imported before llamoe.
     prepared = prepare_model_for_kbit_training(model)
     assert not hasattr(prepared, "is_loaded_in_4bit") and prepared.is_gradient_checkpointing
     assert prepared.model.norm.weight.dtype == torch.float32
@@ -157,7 +157,7 @@ def test_nothing_is_merged_into_packed_weights(weights, chosen, is_safe):
 
 
 def lora(target, **fields):
-    """A config of one linear layer or stack; its own check would ask for packages that some fields need."""
+    """Return a config for one linear layer or stack; fields are set later, since peft then checks no packages."""
     linear, stack = ([target], None) if "." not in target else ([], [target])
     config = LoraConfig(target_modules=linear, target_parameters=stack)
     for field, value in fields.items():
@@ -187,17 +187,17 @@ REFUSED = [
 
 @pytest.mark.parametrize(("config", "says"), REFUSED, ids=lambda each: str(each)[:60])
 def test_what_needs_the_numbers_of_packed_weights_is_refused(config, says):
-    """Other methods than LoRA, what begins with the weights, and weights wrapped as parameters."""
+    """Refused are methods other than LoRA, factors computed from weights, and packed weights as `target_parameters`."""
     model = packed("text", "int8")
     with pytest.raises(ValueError, match=says):
         get_peft_model(model, config)
 
 
 @pytest.mark.parametrize("begin", ["gaussian", "eva", False])
-def test_what_begins_without_the_weights_is_not(begin):
+def test_factors_that_are_not_computed_from_weights_are_not_refused(begin):
     model = packed("text", "int8")
     before = logits(model)
-    # EVA is for linear layers alone.
+    # EVA supports linear layers only.
     config = llamoe.lora_config(model, experts=begin != "eva", init_lora_weights=begin)
     adapted = get_peft_model(model, config)
     assert torch.equal(logits(adapted), before) == (begin is not False)

@@ -1,4 +1,4 @@
-"""Odd inputs, addresses, processors and processes: quantized models compute the same, or say what is wrong."""
+"""Quantized models with odd rows, tensors at odd addresses, without compiled kernels, and in other programs."""
 
 import os
 
@@ -18,7 +18,7 @@ from llamoe.modeling.moe import multiply_one
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0), (2, 9)])
 def test_rows(weights, dtype, shape):
-    """Of each float dtype and number; rows of another size are refused."""
+    """Rows of each float dtype and of any number, also none; rows of another size are refused."""
     layer = packed("dense", weights).model.layers[0].mlp.down_proj
     x = torch.randn(*shape, 320).to(dtype).requires_grad_()
     y = layer(x)
@@ -33,7 +33,7 @@ def test_rows(weights, dtype, shape):
 
 
 def shifted(tensor, offset):
-    """The same numbers at an address that is `offset` bytes after a multiple of 64."""
+    """Copy a tensor to an address that is `offset` bytes behind a multiple of 64."""
     room = torch.zeros(tensor.nbytes + 128, dtype=torch.uint8)
     start = -room.data_ptr() % 64 + offset
     found = room[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
@@ -46,7 +46,7 @@ def shifted(tensor, offset):
 @pytest.mark.parametrize("form", [Int4(32), Int8()], ids=lambda form: form.key)
 @pytest.mark.parametrize("sizes", [(128, 128), (80, 243), (16, 32)])
 def test_addresses_that_kernels_do_not_expect(form, sizes, kernels, monkeypatch):
-    """Also inputs that are no whole group of int4 and no whole vector of int8."""
+    """243 inputs are no whole groups of int4, and no whole vectors of int8."""
     if kernels == "torch's":
         monkeypatch.setattr(cpp_kernels, "_library", None)
     codes, scales = form.quantize(torch.randn(sizes))
@@ -63,11 +63,11 @@ def test_addresses_that_kernels_do_not_expect(form, sizes, kernels, monkeypatch)
 
 @pytest.mark.parametrize("kernels", ["ours", "torch's"])
 def test_codes_of_a_mapped_file_at_odd_addresses(weights, kernels, monkeypatch):
-    """safetensors' own writer aligns the first tensor of a file, others align nothing."""
+    """safetensors aligns the first tensor of a file; other programs' files may begin tensors at any byte."""
     path = save(packed("mixtral", weights))
     content = (path / "model.safetensors").read_bytes()
     size = int.from_bytes(content[:8], "little")
-    # Readers take a header with spaces at its end.
+    # Headers may end with spaces.
     header = content[8 : 8 + size] + b" "
     (path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + content[8 + size :])
     model = AutoModelForCausalLM.from_pretrained(path)
@@ -90,7 +90,7 @@ def test_a_processor_without_the_kernels(monkeypatch):
         model = AutoModelForCausalLM.from_pretrained(paths[weights])
         for ids, wanted in zip(asked, expected[weights], strict=True):
             error = (logits(model, ids) - wanted).float().norm(dim=-1) / wanted.float().norm(dim=-1)
-            # The median, for tokens that rounding sends to another expert.
+            # Rounding sends a few tokens to another expert, so judge by the median.
             assert error.median() < CLOSE
         assert model.train()(asked[0], labels=asked[0]).loss.isfinite()
 

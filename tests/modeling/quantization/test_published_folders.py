@@ -1,4 +1,4 @@
-"""Folders that other programs have packed in 4 bits, as they load, compute, train and are saved."""
+"""Loading, computing, training and saving of folders that other programs have quantized."""
 
 import itertools
 import json
@@ -18,23 +18,23 @@ from llamoe.conversion import open_checkpoint
 from llamoe.modeling.quantization import QuantizedExperts, packed_modules
 
 FAMILIES = ("llama", "mixtral", "llama4")
-# As in the tests of the layouts: what rounding to bfloat16 changes.
+# The largest relative error of rounding to bfloat16.
 HALF_STEP = 2.0**-8
 FLOAT = llamoe.QuantizationConfig(activations="float")
 
 
 def load(published, family, **options):
-    """A folder's model; rows are not quantized on their way through it."""
+    """Load a published folder; products do not round rows to 8 bits."""
     return OURS[family].from_pretrained(published.path, **{"quantization_config": FLOAT, **options})
 
 
 def matrices(family, state, spelling="stock"):
-    """Layers' and single experts' matrices by the names that published files have for them."""
+    """Return the matrices of layers and single experts, by their names in published files."""
     return dict(pair for item in state.items() for pair in named_matrices(family, *item, spelling))
 
 
 def dequantized(model):
-    """The packed weights of a model in float32, by name."""
+    """Return the packed weights of a model, dequantized to float32, by name."""
     return {
         f"{path}.{name}": module.dequantized_weight(name, torch.float32)
         for path, module in packed_modules(model)
@@ -43,7 +43,7 @@ def dequantized(model):
 
 
 def check_weights(model, published, group_size, family, spelling):
-    """Each packed matrix is that of the folder but for the rounding of scales and offsets."""
+    """Check that packed matrices equal the folder's, except for the rounding of scales and offsets."""
     held = matrices(family, dequantized(model), spelling)
     assert set(held) == set(published.numbers)
     for name, (codes, zero, scale) in published.numbers.items():
@@ -54,7 +54,7 @@ def check_weights(model, published, group_size, family, spelling):
 
 
 def check_saving(model, path, family):
-    """A saved folder is our own int4's, and loads equal bit for bit."""
+    """Check that the model is saved in llamoe's own int4, and loads with equal bits."""
     model.save_pretrained(path)
     quantization = json.loads((path / "config.json").read_text())["quantization_config"]
     assert quantization["quant_method"] == "llamoe" and quantization["weights"] == "int4"
@@ -77,7 +77,7 @@ CASES = [
     ("llama", "gptq_v2", dict(config=dict(tie_word_embeddings=True))),
     # Experts as transformers 5 names them.
     ("mixtral", "symmetric", dict(spelling="mlp")),
-    # Layers that the folder has in 16 bits.
+    # Folders with some layers in 16 bits.
     ("llama", "asymmetric", dict(kept=["self_attn", "layers.0.mlp.up_proj"], ignore=["re:.*self_attn.*"])),
     ("llama4", "asymmetric", dict(kept=["self_attn", "shared_expert"], ignore=["re:.*self_attn.*"])),
     ("mixtral", "asymmetric", dict(kept=["self_attn", "layers.1.block"], ignore=["re:.*self_attn.*"])),
@@ -86,7 +86,7 @@ CASES = [
 
 @pytest.mark.parametrize(("family", "kind", "options"), CASES, ids=str)
 def test_logits_are_those_of_the_weights_that_the_folder_means(family, kind, options, tmp_path):
-    """In bfloat16; 0.007 is measured, and 0.14 and more with gate and up swapped or zeros ignored."""
+    """Errors in bfloat16 are 0.007 at most; 0.14 and more if gate and up are swapped or zero points ignored."""
     options, size = dict(options), options.get("group_size", 32)
     published = publish(tmp_path / "published", family, kind, **options)
     if "tie_word_embeddings" in options.get("config", {}):
@@ -102,7 +102,7 @@ def test_logits_are_those_of_the_weights_that_the_folder_means(family, kind, opt
 
 
 def two_groups(config):
-    """Name experts and attention apart, with equal weights."""
+    """Split the one config group into a group for experts and one for attention, which say the same."""
     [group] = config["config_groups"].values()
     other = json.loads(json.dumps(group)) | {"targets": ["re:.*experts.*"]}
     other["weights"]["observer"] = "mse"
@@ -121,7 +121,7 @@ def of_auto_fp8(config):
 
 
 def beside(**kinds):
-    """Add tensors beside the codes of each layer."""
+    """Return a change that adds tensors of these kinds beside the codes of each layer."""
 
     def change(tensors):
         for name in [
@@ -205,7 +205,7 @@ def test_mixtral_whose_experts_are_named_as_transformers_5_names_them(tmp_path):
 
 @pytest.mark.parametrize("family", ["llama4", "multimodal"])
 def test_a_multimodal_folder(family, tmp_path):
-    """Tower and projector stand in it in 16 bits, and its text part and tower load alone, too."""
+    """Vision tower and projector are in 16 bits; the text part and the tower can be loaded alone, too."""
     kept = ["vision_model", "multi_modal_projector", "self_attn"]
     published = publish(
         tmp_path / "published", "multimodal", "symmetric", kept=kept, ignore=["re:.*vision.*"]
@@ -253,7 +253,7 @@ def test_fields_of_the_config_are_arguments_as_ever(tmp_path):
         published, "mixtral", output_router_logits=True, attn_implementation="eager", dtype=torch.bfloat16
     )
     assert model.config.output_router_logits and model.config._attn_implementation == "eager"
-    # Without a config, rows are quantized as for our own folders.
+    # Without a config products round rows to 8 bits, as for llamoe's own folders.
     assert OURS["mixtral"].from_pretrained(tmp_path).config.quantization_config.activations == "int8"
 
 
@@ -276,17 +276,17 @@ def test_groups_out_of_order_are_quantized_anew_with_a_warning(tmp_path, caplog)
     codes, zero, scale = published.numbers[name]
     groups = order // 32
     exact = (codes - zero[:, groups]) * scale.float()[:, groups]
-    # Another test of this process may have seen it.
+    # An earlier test may have caused the warning, which is logged once.
     warning_once.cache_clear()
     with caplog.at_level(logging.WARNING, "llamoe"):
         model = load(published, "llama")
     assert caplog.text.count("desc_act") == 1
-    # 4 bits twice: int4 alone is 0.06 away from random weights.
+    # Weights are rounded to 4 bits twice; once is an error of 0.06.
     assert 0.01 < distance(dequantized(model)[f"{name}.weight"], exact) < 0.1
 
 
 def edit(published, change):
-    """Change the tensors of a folder in a function."""
+    """Change the tensors of a folder in place by a function."""
     from safetensors.torch import load_file, save_file
 
     path = published.path / "model.safetensors"
@@ -358,7 +358,7 @@ def test_what_int4_cannot_hold_is_refused(options, says, tmp_path):
 @pytest.mark.parametrize("kind", [*KINDS, "float8", "fp8"])
 @pytest.mark.parametrize("family", ["mixtral", "llama4"])
 def test_experts_on_disk_compute_and_train_as_in_memory(family, kind, tmp_path):
-    """They are read from the published files themselves."""
+    """Experts are read from the published files during the forward."""
     from peft import get_peft_model
 
     published = publish(tmp_path / "published", family, kind, None if kind in EIGHT_BITS else 32)
@@ -404,7 +404,7 @@ def test_no_weight_is_made_in_16_or_32_bits_on_its_way(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("family", "kind"), [*itertools.product(FAMILIES, EIGHT_BITS)])
 def test_weights_in_float8_are_held_in_16_bits(family, kind, tmp_path, caplog):
-    """The models are plain then. Up to 0.006 is measured."""
+    """Models then have no quantization. The largest measured error is 0.006."""
     published = publish(tmp_path / "published", family, kind, group_size=None, kept=["self_attn"])
     edit(published, lambda t: t.update({f"{name}.input_scale": torch.ones(1) for name in published.numbers}))
     # The warning comes once a process, and another test may have seen it.
@@ -413,7 +413,7 @@ def test_weights_in_float8_are_held_in_16_bits(family, kind, tmp_path, caplog):
         model, info = OURS[family].from_pretrained(published.path, output_loading_info=True)
     assert [record.name for record in caplog.records] == [
         "llamoe"
-    ] and "(8 bits, dynamic) is not" in caplog.text
+    ] and "activations are not quantized (8 bits, dynamic" in caplog.text
     assert not (
         info["unexpected_keys"] or info["missing_keys"] or hasattr(model.config, "quantization_config")
     )

@@ -19,7 +19,7 @@ from support.models import (
     vision_config,
 )
 from support.paths import TINY
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
 import llamoe
 
@@ -259,43 +259,6 @@ def test_round_trip_without_our_import(tmp_path, one_thread):
         assert entry["base"] in BASES.values() and MODULE in entry["files"]
         assert [file for file in entry["files"] if file.endswith(".py")] == [MODULE]
         assert entry.get("generated") == ([5, True] if name in generative else None), name
-
-
-MISSING = """
-import importlib.abc, json, sys
-
-class Blocked(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] == "llamoe":
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-
-sys.meta_path.insert(0, Blocked())
-from transformers import AutoConfig, AutoModelForCausalLM
-messages = []
-for load in (AutoConfig.from_pretrained, AutoModelForCausalLM.from_pretrained):
-    for _ in range(2):
-        try:
-            load(sys.argv[1], trust_remote_code=True)
-        except Exception as error:
-            messages.append([type(error).__name__, str(error)])
-print()
-print(json.dumps(messages))
-"""
-
-
-def test_missing_llamoe_is_told_helpfully(tmp_path):
-    make("LlamoeDenseForCausalLM", dense_config).save_pretrained(tmp_path / "model")
-    messages = run_python(MISSING, tmp_path / "model", modules=tmp_path / "modules")
-    assert len(messages) == 4
-    assert all(kind == "ImportError" and "pip install llamoe" in message for kind, message in messages)
-
-
-def test_no_question_is_asked_where_llamoe_is_imported(tmp_path, monkeypatch):
-    make("LlamoeDenseForCausalLM", dense_config).save_pretrained(tmp_path)
-    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked"))
-    for trust in (None, True, False):
-        model = AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=trust)
-        assert type(model) is llamoe.LlamoeDenseForCausalLM
 
 
 # What transformers looks up by name
