@@ -22,7 +22,7 @@ CACHE_ARGUMENT = "cache" if _release("peft") >= (0, 22) else "past_key_values"
 def takes_cache(forward: Callable) -> Callable:
     """Decorate a `forward` so that it takes its argument `past_key_values` also as `cache`.
 
-    transformers 5.24 uses this name, and also for the cache of continuous batching, which becomes `paged_cache`.
+    This is its name in transformers 5.24, and that of continuous batching's cache, which becomes `paged_cache`.
     """
     from transformers.generation.continuous_batching import PagedAttentionCache
 

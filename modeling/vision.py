@@ -262,7 +262,7 @@ class LlamoeVisionModel(LlamoePreTrainedModel):
     _can_record_outputs = {"hidden_states": VisionEncoderLayer, "attentions": VisionAttention}
     # transformers' quantizers leave these modules plain, whatever a user's own list says. A patch of 14 x 14 pixels in
     # three colours has 588 numbers, but quanto's int8 kernel reads blocks of 64, and crashes the process on a CPU.
-    # They are not kept in float32, as the name says, since `_get_dtype_plan` of the base class leaves them out.
+    # The name promises float32, but by `_get_dtype_plan` of the base class they have the model's dtype.
     _keep_in_fp32_modules = [r"(.*\.)?patch_embedding"]
 
     def __init__(self, config: PreTrainedConfig):

@@ -63,8 +63,8 @@ def lora_config(
     chosen: dict[str, Any] = {"target_modules": "all-linear", "lora_alpha": 2 * r}
     excluded = options.get("exclude_modules")
     by_layer = options.get("layers_to_transform") is not None
-    # Name the layers where "all-linear" is of no use: peft refuses it beside `layers_to_transform`, and adds Mixtral's
-    # experts and routers; beside `exclude_modules` llamoe leaves the vision tower out.
+    # Name the layers where "all-linear" would be wrong: peft refuses it beside `layers_to_transform`, and would add
+    # Mixtral's experts and routers; beside `exclude_modules` llamoe leaves the vision tower out.
     if by_layer or model.config.model_type == LlamoeMixtralConfig.model_type or (vision and excluded):
         chosen["target_modules"] = sorted(linear)
     if stacks:

@@ -27,8 +27,9 @@ from .unsupported import unsupported
 
 # Supported initialisations of factors.
 _INITIALISATIONS = (True, False, "gaussian")
-# Fields of `LoraConfig` that compute from the weight's values, and so are refused for packed layers; and for stacks.
+# Fields of `LoraConfig` that are refused for packed layers, since they compute from the weight's values.
 _READING_WEIGHTS = ("use_dora", "kasa_config", "velora_config")
+# Fields that are refused for stacks.
 _VARIANTS = [field.name for field in dataclasses.fields(LoraConfig) if field.metadata.get("is_lora_variant")]
 
 

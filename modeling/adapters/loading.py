@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import load_state_dict
 from transformers.utils.loading_report import LoadStateDictInfo
 
+from ..checkpoints import names_in_model
 from .expert_layout import orient_experts
 
 logger = logging.getLogger("llamoe")
@@ -119,9 +120,10 @@ def _fit(
 
     `expected` has the shapes of all tensors that the adapter must have, `shapes` those of all that the model can take.
     """
+    names_of = names_in_model(model, ())
     fitted, ignored, problems = {}, [], []
     for key, tensor in tensors.items():
-        name = next((name for name in _names(model, key) if name in shapes), None)
+        name = next((name for name in names_of(key) if name in shapes), None)
         if name is not None:
             fitted[name] = tensor
         elif any(re.search(pattern, key) for pattern in getattr(model, "_keys_passed_over", ())):
@@ -148,14 +150,6 @@ def _fit(
             ignored[0],
         )
     return fitted
-
-
-def _names(model: PreTrainedModel, key: str) -> list[str]:
-    """Return the names that an adapter's key may have in this model: a head or a multimodal model adds prefixes."""
-    prefixes: dict[str, str] = getattr(model, "_checkpoint_prefixes", {})
-    renamed = (re.sub(f"^{old}", new, key) for old, new in prefixes.items())
-    base = model.base_model_prefix + "."
-    return [key, *renamed, key.removeprefix(base), base + key]
 
 
 def _is_named(key: str, adapter_name: str) -> bool:

@@ -111,10 +111,10 @@ def check_made(model: "PreTrainedModel", loading_info: Any, source: Any) -> None
 
 
 def check_complete(model: "PreTrainedModel", loading_info: Any, load_config: Any) -> None:
-    """Check that a checkpoint of the model's own class has all weights, and experts have no tensors beside the model's.
+    """Check that a checkpoint of the model's class lacks no weight, and has no tensor of experts that the model lacks.
 
-    A class may load another class's checkpoint: a classifier loads a language model's. transformers initialises the
-    weights that such a checkpoint lacks, and reports them; this is no error.
+    If the checkpoint is of another class, as when a classifier loads a language model's, missing weights are no error:
+    transformers initialises and reports them.
 
     Raises:
         CheckpointError: a weight is missing although config.json names the model's class; all weights are missing; or

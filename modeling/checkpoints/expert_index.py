@@ -83,11 +83,9 @@ Index = dict[str, dict[str, StoredStack]]
 
 
 def names_in_model(model: PreTrainedModel, rules: Iterable[Any] | None) -> Callable[[str], list[str]]:
-    """Return a function that lists the names which a checkpoint's key may have in the model.
+    """Return a function that lists the names which a key of a checkpoint or adapter may have in the model.
 
-    Args:
-        model: the model that is loaded.
-        rules: the rules by which transformers' loader renames keys.
+    `rules` are those by which transformers' loader renames keys.
     """
     renamings = [rule for rule in rules or () if isinstance(rule, WeightRenaming)]
     prefixes = getattr(model, "_checkpoint_prefixes", {})

@@ -22,7 +22,7 @@ DTYPES = {
     "C128": torch.complex128, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
     "F8_E8M0": torch.float8_e8m0fnu, "F8_E4M3FNUZ": torch.float8_e4m3fnuz, "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
 }  # fmt: skip
-"""torch's dtypes by safetensors' names for them. C128 is a name of ours: only torch.save stores complex128."""
+"""torch's dtypes by safetensors' names. C128 is llamoe's own: torch.save can store complex128, safetensors cannot."""
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 WEIGHT_DTYPES = {"F16", "BF16", "F32", "F64"}
 """Names of the dtypes in which weights that are not packed may be stored."""

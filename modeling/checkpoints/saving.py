@@ -4,7 +4,8 @@ transformers writes file by file into the folder. If it is interrupted, shards o
 there, and load together in silence. Here all files are written to a hidden folder inside the target, which is on the
 same file system. Then the older files are removed, config.json first, and the new ones moved to the target, config.json
 last. An error while files are written leaves the older model unchanged, a kill between two moves a folder that does not
-load, since it lacks config.json. For an adapter the file of its weights takes that part: config.json is a model's.
+load, since it lacks config.json. An adapter may be saved beside its model's config.json, so of an adapter the file of
+weights is removed first and moved last.
 """
 
 import os

@@ -208,7 +208,7 @@ def test_drafting_with_the_first_layers(name):
     expected = new_tokens(model, inputs, max_new_tokens=24)
     plain = len(layers)
     assert torch.equal(new_tokens(model, inputs, assistant_early_exit=2, max_new_tokens=24), expected)
-    # Drafts run the first layers alone; the later layers run in the forwards of the whole model, which are not more.
+    # Drafts run the first layers alone, so the later layers run at most as often as without drafts.
     assert 0 < len(layers) - plain <= plain
     assert model.config.num_hidden_layers == len(model.model.layers)
     assert torch.equal(new_tokens(model, inputs, max_new_tokens=24), expected)

@@ -75,7 +75,7 @@ class TestEqualsStock:
 
 
 class TestCasts:
-    """Casts do not change rotary angles, which stock keeps in a complex buffer and loses."""
+    """Casts leave rotary angles exact; stock keeps them in a complex buffer, which casts destroy."""
 
     def test_nothing_but_parameters_is_stored(self):
         model = our_tower()

@@ -28,7 +28,7 @@ from support.models import make_asymmetric, stock_text_config
 from transformers import Trainer, TrainerCallback, TrainingArguments
 import llamoe
 
-# Bars are watched by a thread, whose lock a fork would take along.
+# tqdm's monitor thread has a lock, which a fork might copy in its locked state.
 tqdm.tqdm.monitor_interval = 0
 transformers.utils.logging.disable_progress_bar()
 STEPS = 3
