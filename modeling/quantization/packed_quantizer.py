@@ -84,6 +84,9 @@ class PackedQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
         model = super()._process_model_after_weight_loading(model, **kwargs)
         self.layout = None
+        for path, module in model.named_modules():
+            if isinstance(module, Packed):
+                _check_scales(path, module)
         return model
 
     def dequantize(self, model: PreTrainedModel, dtype: Any = None) -> PreTrainedModel:
@@ -102,3 +105,16 @@ class PackedQuantizer(HfQuantizer):
             if isinstance(module, Packed):
                 model.set_submodule(name, module.dequantized(dtype))
         return super().dequantize(model, dtype)
+
+
+def _check_scales(path: str, module: torch.nn.Module) -> None:
+    """Raise a `CheckpointError` if scales are NaN or infinite: attention on a CPU can hide NaN in keys."""
+    for name, scales in module.named_buffers(recurse=False):
+        if scales.is_meta or not scales.is_floating_point():
+            continue
+        # Minimum and maximum need no memory for a mask, and are NaN if any scale is.
+        if not torch.stack(scales.aminmax()).isfinite().all():
+            raise CheckpointError(
+                f"{path}.{name} has scales that are NaN or infinite. The checkpoint is damaged, or its weights "
+                "overflowed: quantize the original one."
+            )

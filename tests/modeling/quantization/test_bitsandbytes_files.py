@@ -31,6 +31,11 @@ def drop(pattern):
     return damage
 
 
+def with_nan(tensor):
+    tensor.view(-1)[7] = torch.nan
+    return tensor
+
+
 def spoil(key, change):
     def damage(state):
         state[key] = change(state[key].clone())
@@ -39,7 +44,7 @@ def spoil(key, change):
 
 
 SCALES = ONE.replace(".experts.3.up_proj.weight", ".experts.gate_up_proj")
-LAYOUT = ONE.replace("weight", "weight_format")
+SCB, LAYOUT = (ONE.replace("weight", name) for name in ("SCB", "weight_format"))
 # By method: what is damaged, and what is said of it.
 DAMAGES = {
     "nf4 nested": [
@@ -64,6 +69,7 @@ DAMAGES = {
         (spoil(f"{ONE}.absmax", lambda t: t[:-1].clone()), r"gate_up_proj: stack expects .*\[58\]"),
     ],
     "nf4": [
+        (spoil(f"{ONE}.absmax", with_nan), rf"{SCALES}_absmax has scales that are NaN or infinite"),
         # So bitsandbytes leaves the scales after a forward on some CPUs.
         (
             spoil(f"{ONE}.absmax", lambda t: t[:52].view(1, 52).bfloat16()),
@@ -71,6 +77,7 @@ DAMAGES = {
         ),
     ],
     "8 bit": [
+        (spoil(SCB, with_nan), rf"{SCALES}_scb has scales that are NaN or infinite"),
         (spoil(ONE, lambda t: t.mT.contiguous()), r"gate_up_proj: stack expects .*\[72, 52\]"),
         (spoil(LAYOUT, lambda t: t + 1), r"weight_format is 1, not 0"),
     ],
