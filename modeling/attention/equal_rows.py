@@ -2,7 +2,7 @@
 
 Queries are cut into blocks. A block attends only to the keys that at least one of its queries sees. A chunk without
 cached keys is plain causal attention; other blocks have a mask of their own. So memory grows with the number of tokens,
-not with its square, and time with a window's keys, not with all.
+not with its square, and keys before a window take no time.
 
 Shapes: B batch, H query heads, G key/value heads, Q query tokens, K key tokens (cached and new), D head_dim.
 """

@@ -45,10 +45,9 @@ def form_of(inputs: MaskInputs, rule: Rule) -> Any:
 
 
 def first_of_equal_rows(inputs: MaskInputs, rule: Rule) -> int | None:
-    """Return the position of the first query if rows are equal, else None; reads values.
+    """Return the first query's position (without chunks, its index) if rows are equal, else None; reads values.
 
     Rows are equal if they have neither padding nor packed segments and, with chunks, all begin at the same position.
-    Without chunks the result is an index along the row.
     """
     if not inputs.reads_values or inputs.padding_mask is not None:
         return None

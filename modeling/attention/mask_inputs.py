@@ -99,7 +99,7 @@ class MaskInputs:
     def reads_values(self) -> bool:
         """Return True if values of masks and positions may be read to choose a form of attention.
 
-        Graphs must not depend on them, and decode steps with a static cache need masks of one shape.
+        A graph must be right for other values, too, and decode steps with a static cache need masks of one shape.
         """
         if not self.is_flash and self.implementation != "sdpa":
             return False
@@ -112,7 +112,7 @@ class MaskInputs:
 
     @fact
     def padding_mask(self) -> torch.Tensor | None:
-        """Return the mask `[B, W]` bool, False on padding; None without a 2-D mask, or if it is read and all True."""
+        """Return the mask `[B, W]` bool, False on padding; None without a 2-D mask, or if it was read and is True."""
         mask = self.attention_mask
         if not isinstance(mask, torch.Tensor) or mask.ndim != 2:
             return None
@@ -121,7 +121,7 @@ class MaskInputs:
         return mask.to(device=self.device, dtype=torch.bool)
 
     def is_real(self, index: torch.Tensor) -> torch.Tensor:
-        """Return `[B, T]` bool: True for indices `[T]` along the rows of real tokens, which lie within the mask."""
+        """Return True for each index `[T]` along the rows at which there is a token, no padding: `[B, T]` bool."""
         if self.padding_mask is None:
             return (index >= 0).expand(self.batch_size, -1)
         width = self.padding_mask.shape[1]
@@ -132,7 +132,7 @@ class MaskInputs:
         """Return the positions of the new tokens, given or counted from each row's first real token, `[B or 1, Q]`.
 
         Padding has position 0 if the caller gave positions, or if the highest position decides the frequencies
-        (`dynamic` and `longrope` scaling); otherwise transformers' positions: question answering reads its states.
+        (`dynamic` and `longrope` scaling). Otherwise it has transformers' positions, which question answering needs.
         """
         positions = self.positions_at(self.query_index) if self.position_ids is None else self.position_ids
         rope_type = self.config.rope_parameters["rope_type"]

@@ -57,13 +57,12 @@ class _Use:
 class MatrixCache:
     """The table of slots for matrices of one size; the matrix that is used least often is evicted.
 
-    Uses are counted with decay: after four uses of each matrix ever requested a count is halved. Counts of evicted
-    matrices are kept. Routers prefer some experts in all texts and some within a text, and often choose the same ones
-    for the next token. So two kinds of matrices are kept even if their counts are the lowest:
+    Uses are counted with decay: a count is halved after four times as many uses as matrices were ever requested. Counts
+    of evicted matrices are kept. Routers prefer some experts in all texts and some within a text, and often choose the
+    same ones for the next token. So two kinds of matrices are kept even if their counts are the lowest:
 
     * those of the previous forward pass, if they need at most half of the slots;
-    * those that the current layer has requested, unless no other can be evicted; then the one of them that was used
-      least recently is.
+    * those that the current layer has requested; if no others can be evicted, the least recently used of them is.
 
     In training the matrix that was used least recently is evicted: backward passes request matrices in reverse order,
     so it is needed last.

@@ -83,8 +83,7 @@ def unit_of(size: int) -> int:
 def pages(size: int) -> memoryview:
     """Allocate `size` bytes that begin at a page; the system provides the pages when they are written.
 
-    Large memory has huge pages if the system has them. Drives write to those almost twice as fast, since a request to a
-    drive lists fewer of them.
+    Large memory has huge pages if possible: drives write to them almost twice as fast.
     """
     # Private memory: a forked process must not see what this one reads into a slot later.
     memory = mmap.mmap(-1, size + _HUGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
