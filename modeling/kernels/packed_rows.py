@@ -92,11 +92,6 @@ class Launch(NamedTuple):
     """Number of terms of the sums that one program adds."""
 
 
-def has_gpu() -> bool:
-    """Return whether this machine has a CUDA device."""
-    return torch.cuda.is_available()
-
-
 def why_no_gpu_kernel(device: torch.device) -> str | None:
     """Return the reason why no Triton kernel runs on a device, as a sentence; None if kernels run there."""
     if device.type != "cuda":
