@@ -1,4 +1,4 @@
-"""Checks the built pages in site/: nothing comes from the network, every link leads somewhere, every name is described.
+"""Checks the built pages in site/: nothing loads from the network, links have targets, `__all__`'s names are described.
 
 python .ci/check_pages.py site
 """
@@ -51,7 +51,7 @@ def main(site: Path) -> int:
                 wrong.append(f"{path}: {url} leads nowhere")
             elif parts.fragment and target in pages and unquote(parts.fragment) not in pages[target].anchors:
                 wrong.append(f"{path}: {url} names no heading of its page")
-    # The last part of each anchor: a function may stand there under its file's name, llamoe.conversion.convert.convert.
+    # Only an anchor's last part counts: a page may describe `convert` as llamoe.conversion.convert.convert.
     described = {
         anchor.rpartition(".")[2]
         for path, page in pages.items()

@@ -11,7 +11,7 @@ extras = project["optional-dependencies"]
 others = [requirement for requirement in extras["test"] if requirement.startswith("matplotlib")]
 for requirement in project["dependencies"] + extras["vision"] + extras["tokenizers"] + others:
     name, lowest = re.match(r"([\w-]+)>=([\w.]+)", requirement).groups()
-    # Exactly this text: torch's build for CPUs alone, 2.13.0+cpu, does not fit torchvision's.
+    # `===` excludes torch's CPU build, 2.13.0+cpu, which does not fit torchvision's usual build.
     print(f"{name}==={lowest}")
 print(
     *(requirement for requirement in extras["test"] if requirement.startswith("pytest")),

@@ -37,7 +37,7 @@ TOKENIZER = Path(__file__).parents[1] / "examples/llamoe-tiny"
 
 
 def sizes_of_7b() -> Iterator[Case]:
-    """Yield the cases of both models at the sizes of 7B."""
+    """Yield the cases of Mistral and Mixtral with layers of 7B's sizes."""
     sizes = dict(hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8)
     sizes |= dict(vocab_size=32000, max_position_embeddings=4096, sliding_window=None, head_dim=128)
     yield from cases("Mistral", MistralForCausalLM, MistralConfig(**sizes, num_hidden_layers=3))

@@ -2,8 +2,8 @@
 
 python benchmarks/gguf_converter.py LLAMA.CPP/convert_hf_to_gguf.py MODEL --outfile FILE --outtype f32
 
-The converter recognises how a tokenizer splits text by a hash of its tokens for one text, and stops at any hash that is
-not of a published model. Benchmarks read no text, so that any of the published ways will do.
+The converter tokenizes one text, and looks up the hash of the tokens in a table of published models, to learn how the
+tokenizer splits text. It stops if the hash is not there. Benchmarks read no text, so any entry will do.
 """
 
 import runpy

@@ -94,7 +94,7 @@ class ProcessorClock:
 
     def sample(self, run: Callable[[], Any], repeats: int) -> float:
         """Return the seconds of one run, as the mean of `repeats` runs."""
-        # Read, not written: writes would cost time later, when they are flushed to memory.
+        # Fill the caches by reading: data that was written would be flushed during the runs.
         self._elsewhere.sum()
         begun = time.process_time()
         for _ in range(repeats):

@@ -65,8 +65,7 @@ def make_files(model: Path) -> dict[str, Path]:
 class LlamaCppModel:
     """A model in llama.cpp, loaded from a GGUF file; all runs are in a thread of its own.
 
-    llama.cpp sets up the registers of AMX once in a thread, and oneDNN, which torch uses in the main thread, releases
-    them there.
+    In the main thread torch's oneDNN would release the AMX registers, which llama.cpp sets up only once in each thread.
     """
 
     def __init__(self, path: Path):

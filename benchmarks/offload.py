@@ -139,7 +139,7 @@ def offload(
 
 
 def load(who: str, folder: Path, budget: int) -> PreTrainedModel:
-    """Return the model of a contestant."""
+    """Load a contestant's model; `budget`, for ours, is the memory for experts in bytes."""
     load_model = llamoe.LlamoeForCausalLM.from_pretrained
     if who == OURS:
         return load_model(folder, device_map={"experts": "disk"}, experts_memory=budget).eval()

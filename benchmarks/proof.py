@@ -46,13 +46,13 @@ class Check:
 
 @dataclass
 class Proof:
-    """A run of the proof.
+    """A run of `benchmarks.prove_gpu`.
 
     Attributes:
         device: the device that is tested.
         small: True if models have small sizes, as on a CPU.
         folder: a temporary folder.
-        checks: all values so far.
+        checks: values measured so far.
         step: name of the running step.
     """
 

@@ -78,7 +78,7 @@ class Waiting:
 
 
 class Tokens(BaseStreamer):
-    """A streamer that records time, bytes and misses at each new token."""
+    """A streamer that records time, bytes read and missed experts at each new token."""
 
     def __init__(self, model: Any, waiting: Waiting):
         self.model, self.waiting, self.rows = model, waiting, []

@@ -83,7 +83,7 @@ def draw_weights(module: nn.Module, setting: Setting) -> None:
     generator = setting.generator()
     for name, parameter in module.named_parameters():
         if name.endswith(("router.weight", "gate.weight")):
-            # Rows of norm 0.25 give the experts that `routed_rows` chooses logits of about 2.
+            # With rows of norm 0.25, the experts chosen by `routed_rows` have logits of about 2.
             rows = torch.randn(parameter.shape, generator=generator, device=parameter.device)
             parameter.copy_(0.25 * nn.functional.normalize(rows, dim=-1))
         elif parameter.ndim < 2:

@@ -263,7 +263,7 @@ class LlamoeBaseConfig(PreTrainedConfig):
 
     @classmethod
     def _from_stock(cls, data: dict[str, Any]) -> dict[str, Any]:
-        """Set fields that the stock class ignores to its defaults, with which it computes."""
+        """Reset the fields that the stock class ignores to the defaults that it uses instead."""
         for name, meaning in cls.meanings.items():
             computed = cls.__dataclass_fields__[name].default
             if meaning.stock == "ignored" and data.get(name, computed) != computed:

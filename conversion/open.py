@@ -42,7 +42,7 @@ def open_checkpoint(
         model: for a tower of open_clip: the architecture's name, as in `convert_vision`.
 
     Raises:
-        CheckpointError: the path does not exist, has another format, is damaged, or is an unfinished target.
+        CheckpointError: the path does not exist, has another format, is damaged, or was not fully written.
         ValueError: `model` is given for a checkpoint that describes itself, or missing for one that does not.
     """
     path = Path(path)

@@ -18,14 +18,14 @@ WRAPPED = (",", ".", ";", ":", "?", "!", "`")
 
 
 class Matcher:
-    """A search for the entries that a caption contains as whole words."""
+    """Finds the metadata entries that a caption has as whole words."""
 
     def __init__(self, entries: Sequence[str]):
         self.ids = {tuple(entry.split(" ")): number for number, entry in enumerate(entries)}
         self.lengths = sorted({len(words) for words in self.ids})
 
     def __call__(self, caption: str) -> list[int]:
-        """Return the numbers of a caption's entries, each once, in ascending order."""
+        """Return the indices of entries in a caption, each once, in ascending order."""
         for sign in WRAPPED:
             caption = caption.replace(sign, f" {sign} ")
         words = caption.replace("\t", " ").replace("\n", " ").replace("\r", " ").split(" ")

@@ -37,7 +37,7 @@ from .quantization import (
 )
 
 # Quantization methods whose quantizers quantize our stacks of experts, or leave them as they are. All others expect
-# another layout of experts, or replace transformers' own class. For hqq transformers raises an error of its own.
+# experts in another layout, or of transformers' own class. For hqq transformers itself raises an error.
 _QUANTIZERS_FOR_MIXTURES = ("bitsandbytes", "hqq", "llamoe", "quanto", "torchao")
 
 

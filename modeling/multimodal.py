@@ -267,8 +267,8 @@ class LlamoeForConditionalGeneration(MultimodalModel, Generation, GenerationMixi
 
     _text_class = LlamoeForCausalLM
     _output_class = LlamoeConditionalGenerationOutputWithPast
-    # For folders that `LlamoeModel` has saved. Only this class's `from_pretrained` uses the pattern. Servers run a
-    # `LlamoeModel` and apply the registered patterns of both classes, and this one would undo that of `LlamoeModel`.
+    # Renames the keys of folders that `LlamoeModel` has saved. The pattern is not registered: servers, which run a
+    # `LlamoeModel`, apply the registered patterns of both classes, and this one would undo `LlamoeModel`'s renaming.
     _checkpoint_prefixes = {r"language_model\.(?!model\.|lm_head\.)": "language_model.model."}
     _registers_prefixes = False
 

@@ -137,7 +137,7 @@ def _offload_layers(sizes: Sizes, room: dict[Any, int]) -> Placement | None:
         if limits["cpu"] < 0:
             continue
         filled = _fill(units, limits, offloaded, sizes.smallest_cache)
-        # With layers on disk, experts go there, too: reading the chosen experts takes less time than reading layers.
+        # Experts leave RAM before layers do: a step reads only chosen experts, but all layers that are on disk.
         if filled is None or ("disk" in filled.devices and (experts_device == "cpu" or sizes.is_packed)):
             continue
         if not experts_device:

@@ -32,8 +32,8 @@ def unpack_published(
         files: of the checkpoint.
 
     Returns:
-        packed weights by their names in the model, with stacked experts, and plain tensors by their names in the
-        files; names of tensors that are ignored; and the config of int4 that leaves the same modules in 16 bits.
+        the tensors: dequantized ones by their names in the model, with stacked experts, plain ones by their names in
+        the files; the names of ignored tensors; and an int4 config for the modules that were packed.
 
     Raises:
         CheckpointError: a bias that the model does not have is not 0.

@@ -89,7 +89,7 @@ def open_weights(path: str | os.PathLike) -> tuple[dict[str, LazyTensor], dict[s
 
 
 def _unnested(content: Any) -> Any:
-    """Put the entries of a nested dictionary of tensors beside the entries of the dictionaries around it."""
+    """Flatten: replace each nested dictionary of tensors (`_WRAPPERS`) by its entries."""
     while isinstance(content, dict):
         wrapper = next((name for name in _WRAPPERS if isinstance(content.get(name), dict)), None)
         if wrapper is None:

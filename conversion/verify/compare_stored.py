@@ -28,8 +28,8 @@ from ..io import LazyTensor, blocks
 
 # Elements per block of a comparison.
 _PIECE = 1 << 24
-# Fields that count as different if only one of two models has them, as in models of different families. Fields of a
-# router are compared only if both models have them.
+# Fields that count as different also if one of two models lacks them, as another family may. A router's fields are not
+# among them: they are compared only if both models have them.
 _SIZES = {
     "model_type",
     *(

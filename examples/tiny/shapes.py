@@ -70,7 +70,7 @@ def draw_scene(rng: random.Random, size: tuple[int, int] | None = None, count: i
     """Draw one to three shapes, no two with the same colour and shape, in a picture of any size."""
     width, height = size or draw_size(rng)
     count = count or rng.randint(1, 3)
-    # Along the longer side, where there is room.
+    # The shapes lie along the longer side.
     is_row = width > height or (width == height and rng.random() < 0.5)
     length, breadth = (width, height) if is_row else (height, width)
     step = length / count

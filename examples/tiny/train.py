@@ -55,7 +55,7 @@ KINDS = ("caption", "count", "which", *("colour", "shape", "where") * 2, *("exis
 
 
 def draw_scenes(rng: random.Random, count: int) -> list[Scene]:
-    """Draw scenes whose pictures have one size, so that the processor shrinks them together."""
+    """Draw scenes whose pictures have one size, so that the processor resizes them in a batch."""
     size = draw_size(rng)
     return [draw_scene(rng, size) for _ in range(count)]
 

@@ -53,7 +53,7 @@ def coloured_answer(record: ExpertRecord, layer: int) -> list[tuple[str, str | N
 
 
 def answer_table(record: ExpertRecord) -> dict[str, Any]:
-    """Return a table with a row for each token and a column for each layer, for gradio's `Dataframe`."""
+    """Return the chosen experts for gradio's `Dataframe`: a row for each token and a column for each layer."""
     of_layers = [record.answered(layer) for layer in range(len(record.layers))]
     rows = []
     for index, token in enumerate(record.answer):

@@ -210,7 +210,7 @@ def _without_dropout(config: LoraConfig) -> LoraConfig:
 def _refuse_fields(
     config: LoraConfig, initialisations: tuple[Any, ...], refused: tuple[str, ...], where: str
 ) -> None:
-    """Raise a `ValueError` if the config has another initialisation, or sets one of the refused fields."""
+    """Raise a `ValueError` for an initialisation not in `initialisations`, or a `refused` field that is set."""
     if (initialisation := config.init_lora_weights) not in initialisations:
         raise unsupported(
             "init_lora_weights", f"LoraConfig(init_lora_weights={initialisation!r}) for {where}"

@@ -72,7 +72,7 @@ class LoadsAdapters(PreTrainedModel):
 
 
 def _fit_state_dict(model: LoadsAdapters, state_dict: dict[str, Any], prefix: str) -> None:
-    """Rename, in place, an adapter's tensors to the model's keys, and exchange the factors of experts where needed.
+    """Rename, in place, an adapter's tensors to the model's keys; exchange A and B of experts from stock Llama 4.
 
     Args:
         model: the model; the adapter may have been trained on another of its classes, such as that with a head.

@@ -64,7 +64,7 @@ def refuse_unsupported(config: Any, model: PreTrainedModel) -> None:
 
 
 def _refuse_shared_experts(config: Any) -> None:
-    """Raise a `ValueError` if processes share single experts, or have batches of their own."""
+    """Raise a `ValueError` if experts are split, or distributed over processes with different batches."""
     distributed: Any = getattr(config, "distributed_config", None)
     names = ("tp_size", "ep_size", "fsdp_size", "dp_replicate_size")
     sizes = {name: getattr(distributed, name, None) or 1 for name in names}

@@ -24,8 +24,8 @@ class RingLayer(StaticSlidingWindowLayer):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write new tokens `[B, heads, Q, D]`, and return the keys and values `[B, heads, K, D]` that they may see.
 
-        These are in the first forward the new ones; later for a single token the updated ring, and for several tokens
-        the previous ring followed by the new ones.
+        In the first forward these are the new ones; later, for one token, the ring (all stored tokens) after the
+        update, and for several tokens the ring before the update, followed by the new ones.
         """
         is_first = not self.is_initialized
         if is_first:

@@ -171,7 +171,7 @@ def attend_in_form(
     position_ids: torch.Tensor | None,
     **kwargs,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Run `attend`, an attention function of transformers' interface, with a form of attention.
+    """Run `attend`, an attention function of transformers' interface, with what `form_of` returns.
 
     `query` is `[B, H, Q, D]`; `key` and `value` are `[B, H / groups, K, D]`; `kwargs` are for `attend`. Returns the
     output `[B, Q, H, D]`, and the attention weights if `attend` returns them, else None.

@@ -17,7 +17,7 @@ FOR_GPUS = ("flex_attention",)
 def implementation_on(device: torch.device, config: PreTrainedConfig) -> str:
     """Return the config's attention implementation, or `sdpa` with one warning if it cannot be used."""
     implementation = config._attn_implementation or "eager"
-    # With continuous batching ("paged|…") each row is within one chunk.
+    # Continuous batching ("paged|…") refuses models with chunks itself.
     is_flash = "flash" in implementation and not implementation.startswith("paged|")
     if implementation in FOR_GPUS and device.type == "cpu":
         reason = "is for GPUs: on the CPU"

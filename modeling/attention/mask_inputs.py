@@ -112,7 +112,7 @@ class MaskInputs:
 
     @fact
     def padding_mask(self) -> torch.Tensor | None:
-        """Return the mask `[B, W]` bool, False on padding; None without a 2-D mask, or if it was read and is True."""
+        """Return the mask `[B, W]`, False on padding; None without a 2-D mask, or if it was read and has no padding."""
         mask = self.attention_mask
         if not isinstance(mask, torch.Tensor) or mask.ndim != 2:
             return None

@@ -31,9 +31,9 @@ def flash_form(inputs: MaskInputs, rule: Rule) -> dict[str, Any] | torch.Tensor 
     """Return what FlashAttention takes for layers with this rule.
 
     Returns:
-        for packed rows the arguments of `packed_lengths`. For rows with padding, or with empty places after the last
-        query, `[B, keys up to the last query]` bool, False on padding. Otherwise None; also if the caller gives the
-        lengths of packed sequences to the implementation itself.
+        for packed rows, the arguments that `packed_lengths` returns, unless the caller gives them to the
+        implementation itself. For rows with padding, or of a static cache that is not full: `[B, keys up to the last
+        query]` bool, False on padding. In all other cases None.
     """
     if inputs.has_lengths:
         return None

@@ -26,10 +26,10 @@ def device_of(name: str, device_map: Mapping[str, Any]) -> Any:
 
 
 def settle_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an equal device map in which no name is part of another; check that it covers the model.
+    """Return an equivalent device map in which no named module contains another; check that it covers the model.
 
-    Parameters beside submodules, as the class token of a vision tower, move from disk to the CPU: accelerate's hooks
-    would not read them.
+    Parameters of modules that also have submodules, as a tower's class token, move from disk to the CPU: accelerate's
+    hooks would not read them.
 
     Args:
         model: the model, on the meta device or any other.

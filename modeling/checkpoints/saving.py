@@ -212,7 +212,7 @@ class AtomicSaveMixin(PreTrainedModel):
         if (save := _current.get()) is not None:
             save.publish()
             working_dir = save.target
-            # Files with an unchanged time are not uploaded: those that were in the target before.
+            # Upload only the new files: transformers skips those listed with their present time.
             older = set(os.listdir(working_dir)) - save.published
             files_timestamps = {name: os.path.getmtime(working_dir / name) for name in older}
         return super()._upload_modified_files(working_dir, repo_id, files_timestamps, **kwargs)

@@ -149,7 +149,7 @@ class Bnb(Format):
         return {"weight": parts[0].view(-1, 1)} | {f"weight.{kind}": part for kind, part in beside.items()}
 
     def from_file(self, tensors: Mapping[str, torch.Tensor], sizes: Sizes) -> list[torch.Tensor]:
-        """Return the parts of one matrix of these sizes from its tensors in a file, which are given by `kinds`.
+        """Return the parts of one matrix of these sizes; `tensors` are its tensors in a file, by `kinds`.
 
         Raises:
             CheckpointError: the tensors are of another format, or of a matrix of other sizes.

@@ -23,7 +23,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(hidden_size))
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Normalize `[..., D]`, in the input's dtype, or in the weight's if that is wider."""
+        """Normalize `[..., D]`; the result has the dtype of the input, or of the weight if that is wider."""
         return rms_norm(hidden_states, self.weight, self.eps)
 
     def extra_repr(self) -> str:
@@ -39,5 +39,5 @@ class L2Norm(nn.Module):
         self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Normalize `[..., D]`, in the input's dtype."""
+        """Normalize `[..., D]`; the result has the dtype of `x`."""
         return rms_norm(x, None, self.eps)

@@ -49,7 +49,7 @@ def take_request(kwargs: dict[str, Any]) -> OffloadRequest | None:
             device_map = {ALL: "disk"} if device_map is None else {"": device_map, ALL: "disk"}
     if not isinstance(device_map, Mapping):
         return None
-    # accelerate places experts on all devices but these two.
+    # accelerate places experts on all devices but "disk" and "cpu".
     places = {
         name: device
         for name, device in device_map.items()

@@ -34,7 +34,7 @@ class Entry:
 
 
 class Pins(deque):
-    """The pinned entries of one call; they are pinned only while this object exists, also after an interrupt."""
+    """The pinned entries of one call; the deletion of this object unpins them, even after an interrupt."""
 
     __hash__ = object.__hash__
 
@@ -128,7 +128,7 @@ class MatrixCache:
         del self._entries[entry.key]
 
     def _count(self, key: Key) -> None:
-        """Count a use, and detect the beginning of a visit and of a forward pass."""
+        """Count a use, and detect if it begins a visit (`_Use`) or a forward pass."""
         self._entries.move_to_end(key)
         if (layer := key[0]) != self._layer:
             self._visit += 1

@@ -24,7 +24,7 @@ _REQUEST_BYTES = 4 << 20
 
 
 class _File:
-    """An open file with its stamp at opening. It is closed when no object refers to it any more."""
+    """An open file with its stamp (size, time, inode) when opened. It is closed when no object refers to it."""
 
     def __init__(self, path: str, is_direct: bool):
         self.path = path

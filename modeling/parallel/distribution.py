@@ -32,7 +32,7 @@ class Distributed(PreTrainedModel):
                 for rule in model._ep_plan:
                     model._tp_plan.pop(rule, None)
             if size_of(distributed_config, "pp") > 1:
-                # transformers cuts the model only after it has looked up the module of each rule; the cut removes some.
+                # Cut the model first: transformers would apply rules to modules that its later cut has removed.
                 apply_pipeline_parallelism(model, mesh.get_mesh("pp"))
                 for name, module in model.named_modules():
                     if isinstance(module, PipelineIdentityLayer):
@@ -40,7 +40,7 @@ class Distributed(PreTrainedModel):
         return super().maybe_distribute_model(model, distributed_config, mesh)
 
     def keep_uneven_experts(self, tp_size: int) -> None:
-        """Keep experts whole on each device if devices do not divide their width, which torch 2.14 cannot split."""
+        """Keep experts whole if their width is no multiple of `tp_size`: torch 2.14 cannot split it."""
         if self.config.get_text_config().intermediate_size % tp_size:
             self._tp_plan = {rule: style for rule, style in self._tp_plan.items() if ".experts" not in rule}
 

@@ -29,7 +29,7 @@ class LlamoeProcessor(Llama4Processor):
     def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
         """Load a folder as `ProcessorMixin.from_pretrained` does; return the tokenizer if the folder has nothing else.
 
-        A multimodal model's tokenizer sends `AutoProcessor` to this class, even from the folder of a text model.
+        For a text model with a multimodal model's tokenizer, which names this class, `AutoProcessor` calls this, too.
         """
         try:
             return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)

@@ -73,7 +73,7 @@ def find_packed(
     write for layers without a bias.
 
     Args:
-        model: without weights and packed modules.
+        model: the empty model, not yet packed.
         files: of the checkpoint.
         layout: of the packed matrices.
         rules: of transformers' loader, including those of `reading_rules`.

@@ -70,7 +70,7 @@ class Blur:
 
 
 def layer_kinds(config: Mapping[str, Any], idx: int) -> tuple[bool, str | None, bool]:
-    """Return whether a layer rotates q and k, its "chunk", "window" or None, and whether it is a mixture."""
+    """Return whether a layer rotates q and k, its limit ("chunk", "window" or None), and whether it is a mixture."""
     if config["model_type"] != "llama4_text":
         types = config.get("layer_types")
         windowed = config.get("sliding_window") is not None

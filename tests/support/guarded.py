@@ -72,7 +72,7 @@ class Guard:
             self.pool.shutdown()
 
 
-# What follows runs in that process.
+# Runs in the process of a `Guard`.
 
 
 class OutOfTime(BaseException):

@@ -1,4 +1,4 @@
-"""Check that outputs, training and adapters of models that processes share equal those of one process."""
+"""Check that outputs, training and adapters of a model shared by processes equal those in one process."""
 
 import json
 import sys
@@ -252,7 +252,7 @@ def expert_adapters(name):
     """Compare LoRA on experts under expert parallelism with one process: a step, the saved file, merged weights."""
     folder, begun = (FOLDER / f"expert-adapters-{name}{end}" for end in ("", "-begun"))
     options = {"r": 3, "init_lora_weights": False}
-    # peft fails on row-wise layers under tensor parallelism and merges none, in transformers' models too.
+    # Under tensor parallelism peft fails on row-wise layers and merges no layer, in transformers' models too.
     others = ["q_proj", "k_proj", "v_proj"] if name == "text" else []
     torch.manual_seed(0)
     alone, shared = load(name), load_sharded(name, "expert")

@@ -1,4 +1,4 @@
-"""For damaged and hostile folders each command names file or key, runs no code from it, and leaves no target."""
+"""For damaged or hostile folders a command's error names the file or key; none of their code runs, no target stays."""
 
 import json
 import os
