@@ -5,6 +5,7 @@ Private methods of transformers' classes that llamoe overrides are in the derive
 """
 
 import functools
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -184,9 +185,16 @@ def compile_cpp(source: str, flags: Sequence[str]) -> Any:
 
     The flags follow those of the backend, and are part of the cache's key.
     """
-    from torch._inductor import config
-    from torch._inductor.codecache import CppCodeCache
+    # The import warns of a CUDA toolkit without a GPU, which does not matter here.
+    extension = logging.getLogger("torch.utils.cpp_extension")
+    level = extension.level
+    extension.setLevel(logging.ERROR)
+    try:
+        from torch._inductor import config
+        from torch._inductor.codecache import CppCodeCache
 
-    # Otherwise the backend adds flags for the widest vectors of the processor.
-    with config.patch({"cpp.simdlen": 1}):
-        return CppCodeCache.load(source, extra_flags=flags)
+        # Otherwise the backend adds flags for the widest vectors of the processor.
+        with config.patch({"cpp.simdlen": 1}):
+            return CppCodeCache.load(source, extra_flags=flags)
+    finally:
+        extension.setLevel(level)

@@ -40,8 +40,8 @@ def test_first_snippet_prints_the_first_answer(tmp_path):
     done = programs.run([script], cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert f"<br>**{done.stdout.strip()}**" in read("README.md")
-    # transformers prints a progress bar while it loads, and torch warns if there is a CUDA toolkit but no GPU.
-    assert not re.sub(r"(Loading weights: .*?\]|W\d+ .*No CUDA runtime is found.*|\s)", "", done.stderr)
+    # transformers prints a progress bar while it loads.
+    assert not re.sub(r"(Loading weights: .*?\]|\s)", "", done.stderr)
 
 
 def test_differences_from_other_implementations_are_small():
