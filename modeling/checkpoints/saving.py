@@ -50,7 +50,9 @@ class _Save:
         prefix = f".llamoe-saving-{socket.gethostname()}-"
         # Remove the hidden folders of processes that were killed.
         for folder in self.target.glob(f"{prefix}*"):
-            if not psutil.pid_exists(int(folder.name.removeprefix(prefix).partition("-")[0])):
+            # Names of other hosts may begin with this one's: skip what is no number of a process and random letters.
+            process = re.fullmatch(r"(\d+)-\w+", folder.name.removeprefix(prefix))
+            if process and not psutil.pid_exists(int(process[1])):
                 shutil.rmtree(folder, ignore_errors=True)
         self.new = Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-", dir=self.target))
         self.published: set[str] | None = None

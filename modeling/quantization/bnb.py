@@ -69,6 +69,9 @@ class QuantizesExperts(PackedQuantizer):
 
     def _takes(self, path: str, experts: Experts) -> bool:
         """Return True unless `llm_int8_skip_modules` matches these experts or a linear layer of one expert."""
+        if self.quantization_config.load_in_8bit and self.quantization_config.llm_int8_has_fp16_weight:
+            # With this option, linear layers keep their 16-bit weights, which can be trained.
+            return False
         parts = itertools.chain(*PARTS_OF_STACKS[experts.is_transposed].values())
         layers = (f"{path}.{n}.{part}" for n, part in itertools.product(range(experts.num_experts), parts))
         return all(should_convert_module(name, self.modules_to_not_convert) for name in (path, *layers))

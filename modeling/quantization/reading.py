@@ -75,8 +75,8 @@ class _Read(ConversionOps):
             if self.target + suffix in input_dict
         }:
             if set(stacked) == {""} and stacked[""].dtype.itemsize > 1:
-                # The stack is plain.
-                return {full_layer_name: stacked[""]}
+                # The stack is plain. The loader casts no tensor of this rule.
+                return {full_layer_name: stacked[""].to(module.dtype)}
             sizes = module.sizes_of(name)
             matrices = _from_stacks(self.layout, module, name, input_dict, stacked)
         else:

@@ -95,7 +95,7 @@ def eight_bits(scheme: Mapping[str, Any], activations: Mapping[str, Any] | None)
     if activations:
         is_dynamic = "dynamic" if activations.get("dynamic") else "static"
         _warn(f"{activations.get('num_bits')} bits, {is_dynamic}")
-    return EightBits(tuple(block))
+    return EightBits(_pair("config_groups: weights.block_structure", block))
 
 
 def fine_grained_fp8(config: Mapping[str, Any]) -> EightBits:
@@ -104,13 +104,19 @@ def fine_grained_fp8(config: Mapping[str, Any]) -> EightBits:
     # AutoFP8's configs have no such field.
     scale = "weight_scale_inv" if "weight_block_size" in config else "weight_scale"
     block = config.get("weight_block_size") or _BLOCKS["tensor"]
-    return EightBits(tuple(block), "fp8", ("weight", scale))
+    return EightBits(_pair("weight_block_size", block), "fp8", ("weight", scale))
 
 
 def fbgemm_fp8(config: Mapping[str, Any]) -> EightBits:
     """Return the layout of the method `fbgemm_fp8`."""
     _warn("8 bits, dynamic")
     return EightBits(method="fbgemm_fp8")
+
+
+def _pair(key: str, block: Any) -> tuple[int, int]:
+    if not isinstance(block, list | tuple) or [*map(type, block)] != [int, int]:
+        raise unread(key, block, "a number of outputs and one of inputs")
+    return (block[0], block[1])
 
 
 def _warn(scheme: str) -> None:

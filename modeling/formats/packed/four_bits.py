@@ -17,7 +17,7 @@ from ..format import Format, Sizes
 from ..int4 import Int4
 from ..int4_layout import pack
 from .eight_bits import eight_bits
-from .layout import Layout, Unpacked, unread
+from .layout import REMEDY, Layout, Unpacked, unread
 
 logger = logging.get_logger("llamoe")
 
@@ -109,7 +109,12 @@ def _nibbles(words: torch.Tensor, positions: tuple[int, ...] | None = None) -> t
     Args:
         words: with the first code in the lowest bits.
         positions: the position of each code in its word; None for 0 to 7.
+
+    Raises:
+        ValueError: the words have another dtype, so that codes would be taken from the wrong bytes.
     """
+    if words.dtype != torch.int32:
+        raise ValueError(f"words of eight codes are {words.dtype}, not torch.int32. {REMEDY}")
     bytes_ = words.contiguous().view(torch.uint8)
     codes = torch.stack((bytes_ & 15, bytes_ >> 4), -1).view(len(words), -1, 8)
     return (codes if positions is None else codes[..., positions]).flatten(1)

@@ -13,7 +13,7 @@ from ....configuration.errors import ConfigurationError
 from ..format import Format, Sizes
 
 _WEIGHTS_AT_ONCE = 1 << 22
-_REMEDY = "Download or copy the checkpoint again."
+REMEDY = "Download or copy the checkpoint again."
 
 
 class Unpacked(NamedTuple):
@@ -104,16 +104,18 @@ class Layout(ABC):
             unpacked = self._unpack(tensors, sizes)
         except KeyError as error:
             beside = ", ".join(sorted(tensors))
-            raise ValueError(f"{error} is missing beside {beside}. {_REMEDY}") from error
+            raise ValueError(f"{error} is missing beside {beside}. {REMEDY}") from error
         codes, scale, zero, _ = unpacked
         groups = sizes[0], self.num_groups(sizes[1])
-        dtype_fits = not self.is_int4 or codes.dtype == torch.int32
+        dtypes_fit = (not self.is_int4 or codes.dtype == torch.int32) and all(
+            tensor.is_floating_point() for kind, tensor in tensors.items() if "scale" in kind
+        )
         if not (
-            dtype_fits and codes.shape == self.shape_of_codes(sizes) and scale.shape == zero.shape == groups
+            dtypes_fit and codes.shape == self.shape_of_codes(sizes) and scale.shape == zero.shape == groups
         ):
             found = ", ".join(f"{kind} {part.dtype} {[*part.shape]}" for kind, part in tensors.items())
             raise ValueError(
-                f"tensors are {found}, but config.json means {[*sizes]} with {groups[1]} scales an output. {_REMEDY}"
+                f"tensors are {found}, but config.json means {[*sizes]} with {groups[1]} scales an output. {REMEDY}"
             )
         return unpacked
 

@@ -1,8 +1,10 @@
 """What `save_pretrained` writes loads again: for every class, origin of the model and option."""
 
 import json
+import socket
 from functools import cache
 
+import psutil
 import pytest
 import torch
 import transformers
@@ -251,6 +253,17 @@ def test_weights_that_are_mapped_from_the_folder_that_is_saved_to(tmp_path):
         expected = {name: tensor.clone() for name, tensor in weights_of(model).items()}
         model.save_pretrained(tmp_path, max_shard_size="130KB" if options else "150KB")
         assert_same_weights(load_whole(case.model_class, tmp_path).state_dict(), expected)
+
+
+def test_only_hidden_folders_of_this_hosts_ended_processes_are_removed(tmp_path, monkeypatch):
+    """Another host's name may begin with this one's, and folders may have names that are no save's."""
+    monkeypatch.setattr(socket, "gethostname", lambda: "node")
+    monkeypatch.setattr(psutil, "pid_exists", lambda process: process != 7)
+    kept = [".llamoe-saving-node-8-abc", ".llamoe-saving-node-a-7-abc", ".llamoe-saving-node-7-9-abc"]
+    for name in [".llamoe-saving-node-7-abc", *kept]:
+        (tmp_path / name).mkdir()
+    CASES["LlamoeForCausalLM"].make().save_pretrained(tmp_path)
+    assert {path.name for path in tmp_path.glob(".llamoe-saving-*")} == {*kept}
 
 
 # Adapters

@@ -111,6 +111,8 @@ MIXED = {
         (changed("awq", bits=8), "bits is 8"), (changed("awq", version="GEMV"), "GEMV"),
         (changed("symmetric", num_bits=8), "'num_bits': 8"), (changed("symmetric", type="float"), "'type': 'float'"),
         (changed("symmetric", strategy="tensor"), "'tensor'"), (changed("symmetric", group_size=48), "48"),
+        (changed("float8", strategy="block", block_structure="16x16"), "block_structure is '16x16'"),
+        *(({"quant_method": "fp8", "weight_block_size": size}, "weight_block_size is ") for size in (64, [64])),
         (changed("float8", strategy="block"), "'block'"), (changed("float8", num_bits=4), "'num_bits': 4"),
         (changed("symmetric", format="nvfp4-pack-quantized"), "nvfp4"),
         (changed("symmetric", config_groups={}), "config_groups"), (changed("symmetric", config_groups=MIXED), "a'"),

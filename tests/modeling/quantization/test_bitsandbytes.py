@@ -180,6 +180,14 @@ def test_names_to_skip_leave_layers_or_experts_alone(family, method, skip, tmp_p
     assert not packed_modules(unpacked) and distance(logits(unpacked), expected) < CLOSE
 
 
+def test_experts_keep_16_bits_as_linear_layers_do_with_has_fp16_weight():
+    quantize = {"llm_int8_has_fp16_weight": True}
+    model = load(folder_of("mixtral"), "mixtral", "8 bit", quantize=quantize)
+    layer = model.model.layers[0]
+    assert isinstance(layer.self_attn.q_proj, bnb.nn.Linear8bitLt) and not packed_modules(model)
+    assert layer.mlp.experts.down_proj.is_floating_point()
+
+
 def test_parts_of_a_folder_are_read(tmp_path):
     load(folder_of("llama4"), "llama4", "fp4").save_pretrained(tmp_path)
     assert packed_modules(llamoe.LlamoeTextModel.from_pretrained(tmp_path))

@@ -313,6 +313,10 @@ DOWN, OUT = "model.layers.1.block_sparse_moe.experts.1.w2", "model.layers.1.self
          f"{LAYER}.weight: tensors are", {}),
         ("gptq", lambda t: t.update({f"{LAYER}.qweight": t[f"{LAYER}.qweight"].long()}), "torch.int64", {}),
         ("awq", lambda t: t.update({f"{LAYER}.qweight": t[f"{LAYER}.qweight"].to(torch.int8)}), "torch.int8", {}),
+        ("gptq", lambda t: t.update({f"{LAYER}.qzeros": t[f"{LAYER}.qzeros"].long()}), "torch.int64", {}),
+        *((kind, lambda t: t.update({f"{LAYER}.{scale}": t[f"{LAYER}.{scale}"].int() for scale in
+                                     ("scales", "weight_scale") if f"{LAYER}.{scale}" in t}),
+           "scales torch.int32" if kind == "gptq" else "weight_scale torch.int32", {}) for kind in ("gptq", "float8")),
         ("gptq", lambda t: t[f"{LAYER}.bias"].add_(1), f"{LAYER}.bias is not 0", {}),
         ("gptq", drop(f"{EXPERT}.g_idx"), "w3.g_idx': 2", {}),
         ("awq", drop(*OF_EXPERT), "w3.qweight': 2", {}),
@@ -422,6 +426,23 @@ def test_weights_in_float8_are_held_in_16_bits(family, kind, tmp_path, caplog):
     with pytest.raises(ValueError, match="quantize the saved folder"):
         load(published, family)
     assert OURS[family].from_pretrained(published.path, dtype=torch.float32).dtype == torch.float32
+
+
+@pytest.mark.parametrize("family", ["mixtral", "llama4"])
+def test_plain_stacks_beside_packed_layers_get_the_dtype_that_is_asked_for(family, tmp_path):
+    published = publish(tmp_path, family, "float8", group_size=None, kept=["experts"])
+    stacks = {name: t.bfloat16() for name, t in published.stock.state_dict().items() if ".experts." in name}
+
+    def stack(tensors):
+        for name in [name for name in tensors if ".experts." in name]:
+            del tensors[name]
+        tensors.update(stacks)
+
+    edit(published, stack)
+    model = OURS[family].from_pretrained(tmp_path, dtype=torch.float32)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    state = model.state_dict()
+    assert all(torch.equal(state[name], stacked.float()) for name, stacked in stacks.items())
 
 
 def test_transformers_own_config_asks_for_its_quantizer(tmp_path):
