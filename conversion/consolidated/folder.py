@@ -64,6 +64,8 @@ def measure(params: Params, files: Files, origin: str) -> tuple[Params, int]:
         if name not in first:
             raise CheckpointError(f"{origin}: {name} missing.")
     embedding = first["tok_embeddings.weight"]
+    if embedding.ndim != 2:
+        raise CheckpointError(f"{embedding.origin} has shape {list(embedding.shape)}; expected: a matrix.")
     rows, columns = embedding.shape
     # Llama 3 and 4 slice rows; earlier models slice columns.
     axis = 0 if columns == dim else 1
