@@ -92,7 +92,9 @@ def read_through(
         for tensor in chain(*parts):
             if row.axis is not None and tensor.ndim <= row.axis:
                 expected = f"at least {row.axis + 1} axes"
-                raise CheckpointError(f"{tensor.origin} has shape {list(tensor.shape)}; expected: {expected}.")
+                raise CheckpointError(
+                    f"{tensor.origin} has shape {list(tensor.shape)}; expected: {expected}."
+                )
         for pattern, tensor in zip(row.targets, row.operation.forward(parts, row.axis, sizes), strict=True):
             name = pattern.format_map(values)
             if name in results:
