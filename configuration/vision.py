@@ -136,11 +136,15 @@ class LlamoeVisionConfig(LlamoeBaseConfig):
         return self.num_patches + (self.vision_feature_select_strategy == "full")
 
     def validate_architecture(self) -> None:
-        """Check heads, the grid and the adapter."""
+        """Check heads, the grid, the hidden state that is returned, and the adapter."""
         for name, divisor in (("hidden_size", "num_attention_heads"), ("image_size", "patch_size")):
             if getattr(self, name) % getattr(self, divisor):
                 problem = f"must be a multiple of {divisor} = {getattr(self, divisor)}"
                 fail(self, name, getattr(self, name), problem, f"a multiple of {getattr(self, divisor)}")
+        layer, count = self.vision_feature_layer, self.num_hidden_layers
+        if not -count - 1 <= layer <= count:
+            problem = f"there are {count + 1} hidden states"
+            fail(self, "vision_feature_layer", layer, problem, f"{-count - 1} to {count}")
         if not self.use_adapter:
             return
         ratio = self.pixel_shuffle_ratio

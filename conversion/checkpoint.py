@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from ..configuration import LlamoeConfig, QuantizationConfig
-from ..configuration.base import LlamoeBaseConfig
+from ..configuration.base import LlamoeBaseConfig, unreadable_as_value_error
 from ..configuration.checks import listed
 from ..configuration.errors import CheckpointError
 from ..configuration.json_files import stamp_of
@@ -167,8 +167,14 @@ def take_part(whole: Checkpoint, part: str, reason: str) -> Checkpoint:
 
 
 def expected_shapes(config: LlamoeBaseConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each weight of a configuration's model by key, in the model's order, without a tied head."""
-    shapes = {name: tuple(tensor.shape) for name, tensor in empty_model(config).state_dict().items()}
+    """Return the shape of each weight of a configuration's model by key, in the model's order, without a tied head.
+
+    Raises:
+        ConfigurationError: no model can be made of the configuration.
+    """
+    with unreadable_as_value_error(type(config)):
+        model = empty_model(config)
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     tied = tied_head(config)
     return {name: shape for name, shape in shapes.items() if name not in tied}
 

@@ -81,6 +81,10 @@ def _scale_rope(config: LlamoeBaseConfig, scaling: str | Mapping[str, Any]) -> L
         given = json.loads(scaling) if isinstance(scaling, str) else scaling
     except ValueError as error:
         raise ValueError(f'rope_scaling = {scaling!r}: is no JSON such as {{"factor": 32}}.') from error
+    if not isinstance(given, Mapping):
+        raise ValueError(
+            f'rope_scaling = {scaling!r}: has no names; give an object such as {{"factor": 32}}.'
+        )
     if unknown := sorted(given.keys() - set(_ROPE_NAMES)):
         raise ValueError(f"rope_scaling has {', '.join(unknown)}: valid are {', '.join(_ROPE_NAMES)}.")
     config = copy.deepcopy(config)

@@ -12,6 +12,7 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING
 
+from ...configuration.errors import CheckpointError
 from ...configuration.json_files import to_json
 from ...configuration.vision import LlamoeVisionConfig
 from ..checkpoint import Checkpoint, check_model
@@ -95,7 +96,11 @@ def open_clip(path: Path) -> Checkpoint:
         f"vision_model.{name}" if name.startswith(_WITHOUT_PREFIX) else name: tensor
         for name, tensor in opened.items()
     }
-    stock: Any = CONFIG_MAPPING[content["model_type"]].from_dict(content)
+    try:
+        stock: Any = CONFIG_MAPPING[content["model_type"]].from_dict(content)
+    # The class and its decorator raise errors of many kinds.
+    except Exception as error:
+        raise CheckpointError(f"{file}: cannot be read as {content['model_type']} ({error}).") from error
     stock = getattr(stock, "vision_config", stock)
     has_projection = content.get("architectures") not in _BARE or "visual_projection.weight" in tensors
     names = (

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ...configuration.base import LlamoeBaseConfig
+from ...configuration.checks import listed
 from ...configuration.errors import CheckpointError
 from ..checkpoint import check_model, tie_heads
 from ..hf import fuse_experts
@@ -25,13 +26,18 @@ def weight_files(folder: Path, *endings: str) -> list[Path]:
     """List the weight files, sorted by number: consolidated.00.pth and so on, or one consolidated.pth.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: there is none; or a number is missing or occurs twice, which shapes would not always show.
     """
     pattern = re.compile(rf"consolidated(?:\.(\d+))?\.(?:{'|'.join(endings)})")
     matches = {path: match for path in folder.iterdir() if (match := pattern.fullmatch(path.name))}
     if not matches:
         raise CheckpointError(f"{folder}: holds params.json, but no consolidated weights.")
-    return sorted(matches, key=lambda path: (int(matches[path][1] or 0), path.name))
+    numbers = {path: int(match[1] or 0) for path, match in matches.items()}
+    paths = sorted(numbers, key=numbers.__getitem__)
+    if [numbers[path] for path in paths] != list(range(len(paths))):
+        names = listed(sorted(path.name for path in paths))
+        raise CheckpointError(f"{folder}: holds {names}; expected one file of each number from 00 on.")
+    return paths
 
 
 def open_files(paths: Sequence[Path]) -> tuple[list[dict[str, LazyTensor]], dict[str, str]]:
@@ -58,6 +64,8 @@ def measure(params: Params, files: Files, origin: str) -> tuple[Params, int]:
         if name not in first:
             raise CheckpointError(f"{origin}: {name} missing.")
     embedding = first["tok_embeddings.weight"]
+    if embedding.ndim != 2:
+        raise CheckpointError(f"{embedding.origin} has shape {list(embedding.shape)}; expected: a matrix.")
     rows, columns = embedding.shape
     # Llama 3 and 4 slice rows; earlier models slice columns.
     axis = 0 if columns == dim else 1

@@ -172,8 +172,10 @@ def _rope_content(parameters: Mapping[str, Any] | None) -> dict[str, Any]:
 def read_kept(config: LlamoeBaseConfig, folder: Path) -> None:
     """Set the fields of a folder's `llamoe.json`, if there is one, in the configuration from `params.json`."""
     if (folder / KEPT).is_file():
-        add_kept(config, read_json(folder / KEPT), str(folder / KEPT))
-        config.validate()
+        origin = str(folder / KEPT)
+        with naming(Params({}, origin)):
+            add_kept(config, read_json(folder / KEPT), origin)
+            config.validate()
 
 
 def add_kept(config: LlamoeBaseConfig, kept: Mapping[str, Any], origin: str) -> None:

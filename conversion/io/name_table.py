@@ -8,6 +8,7 @@ with the reason.
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from ...configuration.checks import listed
@@ -71,7 +72,8 @@ def read_through(
         target name to tensor, and the name of each dropped source tensor to the reason.
 
     Raises:
-        CheckpointError: a name is unknown or missing in a file, or two names yield the same target.
+        CheckpointError: a name is unknown or missing in a file, two names yield the same target, or a tensor has no
+            axis along which files hold slices of it.
     """
     names = list(dict.fromkeys(name for file in files for name in file))
     rows = [row for row in table if isinstance(row, Row)]
@@ -87,6 +89,12 @@ def read_through(
         for file in files:
             _refuse_missing([key for key in keys if key not in file], group, _file_of([file]))
         parts = [[file[key] for file in files] for key in keys]
+        for tensor in chain(*parts):
+            if row.axis is not None and tensor.ndim <= row.axis:
+                expected = f"at least {row.axis + 1} axes"
+                raise CheckpointError(
+                    f"{tensor.origin} has shape {list(tensor.shape)}; expected: {expected}."
+                )
         for pattern, tensor in zip(row.targets, row.operation.forward(parts, row.axis, sizes), strict=True):
             name = pattern.format_map(values)
             if name in results:

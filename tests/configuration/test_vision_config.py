@@ -45,6 +45,7 @@ BAD = [
     *(("pixel_shuffle_ratio", ratio, "one over an integer; valid: 1.0, 0.5, 0.25") for ratio in (0.4, 0.0, 2.0)),
     ("vision_feature_select_strategy", "cls", "no such choice; valid: 'default' or 'full'"),
     ("vision_feature_select_strategy", "full", "class token; valid: 'default', or use_adapter = False"),
+    *(("vision_feature_layer", layer, "there are 3 hidden states; valid: -3 to 2") for layer in (-4, 3)),
     ("projector_dropout", 1.5, "out of range"),
     ("attention_dropout", -0.5, "out of range; valid: at least 0 and below 1"),
     ("norm_eps", -1.0, "out of range; valid: at least 0 and at most "),

@@ -58,6 +58,8 @@ OF_CLIP = [
     (remove("visual_projection.weight"), {}, "visual_projection.weight missing"),
     (add("vision_model.extra", 2), {}, "unknown tensor vision_model.extra"),
     (None, {"image_size": [42, 48]}, "config.json: image_size is .*square"),
+    (None, {"hidden_size": "wide"}, "config.json: cannot be read as clip.*hidden_size"),
+    (None, {"num_attention_heads": 0}, "config.json: cannot be read as clip"),
 ]
 
 

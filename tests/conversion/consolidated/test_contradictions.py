@@ -18,6 +18,10 @@ def remove(name):
     return lambda folder: (folder / name).unlink()
 
 
+def rename(name, other):
+    return lambda folder: (folder / name).rename(folder / other)
+
+
 def add(name):
     return lambda folder: torch.save({}, folder / name)
 
@@ -69,11 +73,15 @@ WO, EXPERTS = "layers.1.attention.wo.weight", "layers.1.feed_forward.experts.moe
 EXPERT, FIRST = "layers.1.feed_forward.experts.2.{}.weight", "layers.1.block_sparse_moe.w{}"
 # A model and its number of files, a change of its folder, and words of the error.
 FILES = [
-    (LLAMA_1, remove("consolidated.01.pth"), ["embed_tokens.weight of shape [306, 40]", "[306, 60]"]),
+    (LLAMA_1, remove("consolidated.01.pth"), ["holds consolidated.00.pth, consolidated.02.pth", "from 00 on"]),
+    (LLAMA_1, remove("consolidated.02.pth"), ["embed_tokens.weight of shape [306, 40]", "[306, 60]"]),
     *(((case, 2), remove("consolidated.01.pth"), [" missing"]) for case in (META_LLAMA_1, META_LLAMA_3, META_SCOUT)),
-    (LLAMA_1, add("consolidated.1.pth"), ["n_heads = 6 cannot be divided by the 4 files"]),
+    (LLAMA_1, add("consolidated.1.pth"), ["consolidated.01.pth, consolidated.02.pth, consolidated.1.pth", "one file"]),
+    (LLAMA_1, add("consolidated.03.pth"), ["n_heads = 6 cannot be divided by the 4 files"]),
+    # Two halves of the same heads have the shapes of a whole model.
+    (LLAMA, rename("consolidated.01.pth", "consolidated.pth"), ["holds consolidated.00.pth, consolidated.pth"]),
     ((META_LLAMA_1, 1), remove("consolidated.00.pth"), ["no consolidated weights"]),
-    (MISTRAL, add("consolidated.00.pth"), ["tok_embeddings.weight missing"]),
+    (MISTRAL, add("consolidated.00.pth"), ["holds consolidated.00.pth, consolidated.safetensors", "one file"]),
     (MISTRAL, remove("params.json"), ["params.json: cannot be read"]),
     (MISTRAL, remove("consolidated.safetensors"), ["no consolidated weights"]),
 ]  # fmt: skip
@@ -89,6 +97,9 @@ TENSORS = [
         SCOUT, put(f"{EXPERTS}_out_eF_D", lambda weight: weight[:-1], 1),
         ["consolidated.01.pth", "moe_w_out_eF_D", "[244, 60]", "rows of 5 experts"],
     ),
+    (SCOUT, put("layers.0.attention.wqkv.weight", ones(), 1), ["consolidated.01.pth", "has shape []", "1 axes"]),
+    (LLAMA_1, put(WO, ones(60), 1), ["consolidated.01.pth", "has shape [60]", "at least 2 axes"]),
+    (LLAMA_1, put("tok_embeddings.weight", ones(60), 0), ["consolidated.00.pth", "has shape [60]", "a matrix"]),
     (MISTRAL, drop(WO), ["self_attn.o_proj.weight missing"]),
     (MISTRAL, put("layers.0.attention.wq.weight", ones(40, 24)), ["attention.wq.weight", "[40, 24]", "[48, 24]"]),
     (MISTRAL, put("tok_embeddings.weight", ones(55, 24)), ["output.weight", "[53, 24]", "[55, 24]"]),

@@ -209,6 +209,8 @@ WRONG = {
     "factor=3": "is no JSON",
     '{"fctor": 3}': "rope_scaling has fctor",
     '{"factor": ': "is no JSON",
+    "32": "has no names",
+    '{"rope_type": "mrope"}': "LlamoeDenseConfig cannot be made of these fields .*mrope",
     '{"rope_type": "linear"}': "factor",
     '{"rope_type": "default", "factor": 3}': "scales nothing",
 }
@@ -346,4 +348,7 @@ def test_the_file_beside_params_json_decides_nothing_that_is_computed(tmp_path):
     assert open_meta(source).config.max_position_embeddings == 777
     (source / "llamoe.json").write_text('{"rms_norm_eps": 0.5}')
     with pytest.raises(CheckpointError, match=r"llamoe\.json: rms_norm_eps = 0\.5"):
+        open_meta(source)
+    (source / "llamoe.json").write_text('{"max_position_embeddings": "long"}')
+    with pytest.raises(CheckpointError, match=r"llamoe\.json: .*max_position_embeddings = 'long'"):
         open_meta(source)
