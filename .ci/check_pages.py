@@ -11,7 +11,7 @@ from urllib.parse import unquote, urlsplit
 
 
 class Page(HTMLParser):
-    """Anchors, links and loaded files of a page."""
+    """The anchors of an HTML page, its links, and the addresses that it loads."""
 
     def __init__(self, path: Path):
         super().__init__()
@@ -19,7 +19,7 @@ class Page(HTMLParser):
         self.feed(path.read_text())
 
     def handle_starttag(self, tag, attrs):
-        """Sort an element's addresses: what a browser fetches by itself, and what a reader may follow."""
+        """Collect an element's anchors, its links, and addresses that a browser loads by itself."""
         given = dict(attrs)
         self.anchors |= {given[name] for name in ("id", "name") if given.get(name)}
         self.loaded |= {given["src"]} if given.get("src") else set()
@@ -28,7 +28,7 @@ class Page(HTMLParser):
 
 
 def names(init: str | Path) -> list[str]:
-    """The `__all__` of a package's `__init__.py`."""
+    """Return the `__all__` of a package's `__init__.py`."""
     for node in ast.parse(Path(init).read_text()).body:
         if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
             return ast.literal_eval(node.value)
@@ -36,12 +36,12 @@ def names(init: str | Path) -> list[str]:
 
 
 def main(site: Path) -> int:
-    """Print what is wrong; the exit status is 1 if something is."""
+    """Print all faults of the pages in `site`; return 1 if there are any, else 0."""
     pages = {path.resolve(): Page(path) for path in site.rglob("*.html")}
     wrong = []
     for path, page in pages.items():
         wrong += [f"{path}: loads {url}" for url in page.loaded if urlsplit(url).netloc]
-        # 404.html stands for any address, so its links begin at the root.
+        # Skip 404.html: a server shows it at any address, so its links begin at the site's root.
         for url in page.links | page.loaded if path.name != "404.html" else ():
             parts = urlsplit(url)
             if parts.scheme or parts.netloc:

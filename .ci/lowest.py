@@ -7,7 +7,7 @@ with open("pyproject.toml", "rb") as file:
     project = tomllib.load(file)["project"]
 
 extras = project["optional-dependencies"]
-# What examples import.
+# The examples import it.
 others = [requirement for requirement in extras["test"] if requirement.startswith("matplotlib")]
 for requirement in project["dependencies"] + extras["vision"] + extras["tokenizers"] + others:
     name, lowest = re.match(r"([\w-]+)>=([\w.]+)", requirement).groups()

@@ -1,6 +1,6 @@
-"""Measure a mixture block, Llama 4's and Mixtral's: few and many rows, training, LoRA on the experts.
+"""Measure the mixture blocks of Llama 4 and Mixtral: forward passes, training, LoRA on the experts.
 
-Both libraries' blocks hold the same weights: hidden size 512, experts of 1,024. The limits are times over stock's.
+Our block and transformers' ("stock") have the same weights; hidden size 512, intermediate size 1,024.
 """
 
 import copy
@@ -18,20 +18,20 @@ from .harness import OURS, STOCK, Case, tolerance_of, tolerance_of_gradients
 from .weights import Setting, llama4_blocks, mixtral_blocks, routed_rows
 
 COPIES = 4
-"""Number of blocks that take turns for few rows, so that their weights exceed the processor's cache as a model's."""
+"""Copies of a block that take turns if rows are few: together they exceed the processor's cache, as a model does."""
 FEW = 16
-"""Largest number of rows for which blocks take turns."""
+"""Largest number of rows for which the copies of a block take turns."""
 RANK = 16
 PEFT = "peft"
 
 
 def forward(setting: Setting, experts: int, limits: dict[int, float]) -> Iterator[Case]:
-    """Yield the cases of forward passes of Llama 4's block without gradients.
+    """Yield the cases of Llama 4's block without gradients.
 
     Args:
         setting: device and dtype.
         experts: number of experts.
-        limits: by number of rows, the time over stock's.
+        limits: by number of rows, our largest allowed time, over stock's.
     """
     pairs = [llama4_blocks(setting, experts) for _ in range(COPIES)]
     router = pairs[0][0].router.weight
@@ -40,7 +40,7 @@ def forward(setting: Setting, experts: int, limits: dict[int, float]) -> Iterato
 
 
 def training(setting: Setting, experts: int, rows: int, limit: float) -> Iterator[Case]:
-    """Yield the case of Llama 4's block forwards and backwards; gradients of inputs and weights are compared."""
+    """Yield the case of a training step of Llama 4's block; gradients of inputs and weights are compared."""
     stock, ours = llama4_blocks(setting, experts)
     x = routed_rows(setting, stock.router.weight, rows)
     case = _training_case(setting, {STOCK: stock, OURS: ours}, x)
@@ -49,7 +49,7 @@ def training(setting: Setting, experts: int, rows: int, limit: float) -> Iterato
 
 
 def mixtral(setting: Setting, limits: dict[int, float], trained: int) -> Iterator[Case]:
-    """Yield the cases of Mixtral's block against transformers' grouped products: inference, then a training step."""
+    """Yield the cases of Mixtral's block, against transformers' with `grouped_mm`: inference, then a training step."""
     pairs = [mixtral_blocks(setting) for _ in range(COPIES)]
     for rows, limit in limits.items():
         yield _forward_case(setting, pairs, setting.randn(1, rows, 512, offset=rows), limit)
@@ -65,7 +65,7 @@ def lora(
 ) -> Iterator[Case]:
     """Yield the cases of training LoRA on a frozen block's experts, against peft's own wrapper of the same block.
 
-    peft's wrapper adds the LoRA update to the weights of all experts, ours adds it to the products of their rows.
+    peft adds the LoRA update to the weights of all experts; we multiply the chosen experts' rows by A and B.
     """
     _, block = llama4_blocks(setting, experts)
     block.requires_grad_(False)
@@ -82,10 +82,10 @@ def lora(
 
 
 def _adapted(setting: Setting, block: nn.Module, module_class: type, adapter_class: type) -> nn.Module:
-    """Return a copy of a block that shares its weights, with random LoRA factors on the experts."""
+    """Return a copy of a block, with the same weight tensors and random LoRA factors on the experts."""
     stacks = ["experts.gate_up_proj", "experts.down_proj"]
     config = LoraConfig(r=RANK, target_modules=[], target_parameters=stacks)
-    # An explicit class for each contestant; by default both would get llamoe's.
+    # Set the class: by default peft's block would get llamoe's wrapper, too.
     config._register_custom_module({module_class: adapter_class})
     shared = {id(weight): weight for weight in block.parameters()}
     adapted = inject_adapter_in_model(config, copy.deepcopy(block, shared))

@@ -2,11 +2,11 @@
 
     python -m benchmarks.cpu
     python -m benchmarks.cpu --cases block-16 offload
-    make bench CPU=avx2 ARGS="--cases decoder"      # as a processor without AVX-512
+    make bench CPU=avx2 ARGS="--cases decoder"      # without AVX-512 instructions
 
-A ratio is a contestant's time over the reference's. Results go to `benchmarks/results`, in a file for each kind of
-processor; cases that are not run keep what the file has of them. The exit status is 1 if outputs differ or a
-contestant fails. A limit that is missed is marked in the results.
+A case times contestants (llamoe, transformers, …); a ratio is a contestant's time over the reference contestant's.
+Results go to `benchmarks/results`, in a file for each kind of processor; results of cases that are not run stay there.
+The exit status is 1 if outputs differ or a contestant fails. A missed limit is only marked in the results.
 """
 
 import argparse
@@ -52,7 +52,7 @@ TITLES = {
 
 
 def run(names: list[str], path: Path, clock: ProcessorClock, rounds: int) -> int:
-    """Run groups, write results and page after each, and return the number of failures."""
+    """Run groups of cases, write all results after each group, and return the number of failures."""
     results = json.loads(path.read_text()) if path.exists() else {}
     failures = 0
     for name in names:

@@ -1,9 +1,9 @@
 """Measure decoders at the sizes of 7B models in each format: a token after cached ones, also with LoRA, and a prompt.
 
-The models have random weights: Mistral 7B with three layers, and Mixtral with two layers and four experts, both with
+The models have random weights: Mistral 7B with three layers, and Mixtral with two layers and four experts, each with
 embedding and head. Outputs are not compared, as quantized models compute different functions. llama.cpp takes part if
-it is installed: its q4_1 stores a weight in 5 bits as our int4, with a scale and an offset for each 32 weights; q4_0
-has no offsets and takes 4.5 bits.
+it is installed. Its q4_1 is like our int4: 5 bits a weight, with a scale and an offset for each 32 weights. q4_0 has no
+offsets: 4.5 bits a weight.
 """
 
 import tempfile
@@ -31,7 +31,7 @@ from .random_models import build
 from .weights import Setting
 
 SETTING = Setting(torch.device("cpu"), torch.bfloat16)
-# Numbers of cached tokens, lengths of prompts, and tokens that a run decodes.
+# Numbers of cached tokens, lengths of prompts, and number of tokens decoded in a run.
 BEHIND, PROMPTS, STEPS = (64, 2048), (64, 512), 4
 TOKENIZER = Path(__file__).parents[1] / "examples/llamoe-tiny"
 
@@ -46,14 +46,14 @@ def sizes_of_7b() -> Iterator[Case]:
 
 
 def cases(name: str, stock_class: type[PreTrainedModel], config: Any) -> Iterator[Case]:
-    """Yield the cases of one model: stock in bfloat16, ours in bfloat16, int8 and int4, and llama.cpp's types."""
+    """Yield one model's cases: transformers' in bfloat16, ours in bfloat16, int8 and int4, llama.cpp's in its types."""
     ours = {
         weights: build(SETTING, llamoe.from_stock(config), weights) for weights in ("bf16", "int8", "int4")
     }
     with torch.device("meta"):
         stock = stock_class(config)
     stock.load_state_dict(dict(ours["bf16"].named_parameters()), assign=True)
-    # Rotary tables on the meta device have no values, so that they are built again.
+    # Build the rotary tables again: on the meta device they have no values.
     stock.model.rotary_emb = type(stock.model.rotary_emb)(config)
     models: dict[str, Any] = {STOCK: stock.eval(), OURS: ours["bf16"]}
     models |= {f"{OURS}, {weights}": ours[weights] for weights in ("int8", "int4")}
@@ -83,7 +83,7 @@ def _case(name: str, models: dict[str, Any], run: Callable[[Any], Callable[[], A
 
 
 def in_llama_cpp(model: PreTrainedModel, folder: Path) -> dict[str, LlamaCppModel]:
-    """Return the model in llama.cpp's types; empty if llama.cpp is missing."""
+    """Return the model in llama.cpp, by GGUF type; no entries if llama.cpp is missing."""
     try:
         find_converter()
     except LeftOut as reason:
@@ -95,7 +95,7 @@ def in_llama_cpp(model: PreTrainedModel, folder: Path) -> dict[str, LlamaCppMode
 
 
 def token(model: Any, ids: torch.Tensor) -> Callable[[], None]:
-    """Return a function that decodes `STEPS` tokens after `ids` `[1, past]`, which are computed only once."""
+    """Return a function that decodes `STEPS` tokens after the cached tokens `ids`, `[1, past]`."""
     if isinstance(model, LlamaCppModel):
         return model.token(ids[0].tolist(), STEPS)
     cache = DynamicCache(config=model.config)
@@ -114,8 +114,8 @@ def token(model: Any, ids: torch.Tensor) -> Callable[[], None]:
 def prompt(model: Any, ids: torch.Tensor) -> Callable[[], Any]:
     """Return a function that computes the logits of all tokens of a prompt `[1, length]`.
 
-    If only the last token's logits are wanted, llama.cpp leaves out the last layer's feed-forward of all other tokens:
-    a quarter of the work of three layers, and nearly nothing in a model of 32.
+    All, as for the last token's logits llama.cpp would skip the last layer's feed-forward of other tokens: a quarter of
+    the work of these models of three layers, but nearly nothing in a model of 32.
     """
     if isinstance(model, LlamaCppModel):
         return model.prompt(ids[0].tolist())

@@ -1,7 +1,7 @@
-"""Write folders of models of published sizes with random packed weights.
+"""Write folders of models of published sizes with random quantized weights.
 
-The codes of each matrix are a piece of one random block, at another offset for each matrix: drawing all codes would
-take longer than writing them. The dequantized weights have the standard deviation of newly initialised ones.
+Each matrix gets its integer codes from one block of random codes, at an offset of its own: drawing all codes would take
+longer than writing them. The dequantized weights have the standard deviation of newly initialised ones.
 """
 
 import json
@@ -31,7 +31,7 @@ KEPT = ("lm_head", "self_attn", "router", "vision_model", "multi_modal_projector
 
 
 class Drawn(LazyTensor):
-    """A bfloat16 weight: ones for norms, zeros for experts, whose codes are drawn instead, else random numbers."""
+    """A bfloat16 weight: ones for norms, zeros for experts (their codes are random instead), else random."""
 
     def __init__(
         self, name: str, shape: tuple[int, ...], generator: torch.Generator, blanks: dict[Any, torch.Tensor]
@@ -51,7 +51,7 @@ class Drawn(LazyTensor):
 
 
 class Draws:
-    """A source of packed matrices, whose codes are pieces of one random block."""
+    """Makes quantized matrices; their codes are pieces of one block of random codes."""
 
     def __init__(self, generator: torch.Generator, size: int = 1 << 26):
         self.block = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator)
@@ -61,7 +61,7 @@ class Draws:
         """Return the next matrix of integer codes in a given shape and dtype."""
         with self.lock:
             begin = self.begin
-            # A prime step, so that no two matrices begin at the same place.
+            # A prime step, so that no two matrices begin at the same place of the block.
             self.begin = (begin + 15_485_863) % len(self.block)
         codes = torch.empty(shape, dtype=dtype)
         flat, at = codes.view(-1).view(torch.uint8), 0
@@ -72,12 +72,12 @@ class Draws:
         return codes
 
     def quantize(self, form: Any, weight_OI: torch.Tensor) -> list[torch.Tensor]:
-        """Return a random packed matrix with the deviation of new weights, in place of `form.quantize`."""
+        """Return random codes and scales, in place of `form.quantize`; weights get the deviation `STD`."""
         (shape, dtype), (scales_shape, scales_dtype) = form.parts(tuple(weight_OI.shape))
         codes = self.codes(shape, dtype)
         scales = torch.empty(scales_shape, dtype=scales_dtype)
         if isinstance(form, Int4):
-            # Codes from 0 to 15 have a mean of 7.5, and code 8 stands for zero.
+            # An offset of half a scale: codes have a mean of 7.5, and 8 stands for zero.
             scales[..., 0], scales[..., 1] = STD / 4.61, STD / 9.22
         else:
             scales.fill_(STD / 73.9)
@@ -85,13 +85,13 @@ class Draws:
 
 
 def write(config: LlamoeBaseConfig, target: Path, weights: str, seed: int = 0) -> dict[str, Any]:
-    """Write a packed folder of this configuration; return its bytes, seconds and files.
+    """Write a model folder with random codes; return its bytes, seconds of writing and number of files.
 
     Args:
         config: of the model.
-        target: an empty folder, or none yet.
-        weights: a format of ours, as "int4:128", for which the code of `llamoe quantize` writes the folder with random
-            codes; or "w4a16", the format in which llm-compressor publishes Llama 4.
+        target: an empty folder, or one that does not exist.
+        weights: a format of ours, as "int4:128", which the code of `llamoe quantize` writes; or "w4a16", the format in
+            which llm-compressor publishes Llama 4.
         seed: of all random numbers.
     """
     generator, blanks = torch.Generator().manual_seed(seed), {}
@@ -114,7 +114,7 @@ def write(config: LlamoeBaseConfig, target: Path, weights: str, seed: int = 0) -
 
 
 def _save_w4a16(config: LlamoeBaseConfig, tensors: dict[str, Drawn], draws: Draws, target: Path) -> None:
-    """Save Llama 4's tensors in compressed-tensors' layout: separate experts, symmetric groups of 128 inputs."""
+    """Save Llama 4's tensors in compressed-tensors' layout: single experts, one scale for each 128 inputs."""
     target.mkdir(exist_ok=True)
     shard: dict[str, torch.Tensor] = {}
     files: dict[str, str] = {}
@@ -148,7 +148,7 @@ def _save_w4a16(config: LlamoeBaseConfig, tensors: dict[str, Drawn], draws: Draw
 
 
 def _packed_layers(name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, int]]]:
-    """Yield names and sizes of the packed linear layers that store a tensor; none for a tensor in 16 bits."""
+    """Yield name and sizes (out, in) of each packed layer that stores this tensor; none if it stays in 16 bits."""
     if len(shape) == 3 and ".experts." in name:
         num_experts, num_in, num_out = shape
         path, _, stack = name.rpartition(".")

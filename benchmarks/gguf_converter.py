@@ -13,12 +13,12 @@ from pathlib import Path
 if __name__ == "__main__":
     converter, *words = sys.argv[1:]
     folder = Path(converter).parent
-    # Replaces this file's folder on the path, where `conversion` would be llamoe's.
+    # Put llama.cpp's `conversion` and `gguf` before all other packages.
     sys.path[:1] = [str(folder), str(folder / "gguf-py")]
     from conversion import base  # pyright: ignore[reportMissingImports]
 
     def name_of_split(self, tokenizer) -> str:
-        """Return the name of the architecture's published pre-tokenizer."""
+        """Return llama.cpp's name of a pre-tokenizer of this architecture."""
         return "llama4" if self.model_arch == base.gguf.MODEL_ARCH.LLAMA4 else "llama-bpe"
 
     base.TextModel.get_vocab_base_pre = name_of_split

@@ -1,4 +1,4 @@
-"""Measure a case: contestants on the same weights and inputs are compared, then timed in turn in one process."""
+"""Measure cases: run contestants on the same weights and inputs, compare their outputs, and time them in turn."""
 
 import gc
 import statistics
@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 STOCK = "stock"
-"""The reference of a case, unless the case names another contestant."""
+"""transformers' contestant: a case's reference, unless the case names another."""
 OURS = "llamoe"
 ROUNDS = 7
 SECONDS = 1.0
-"""Least seconds for which a case is measured; at least three rounds are run."""
+"""Seconds, for each contestant, after which no round begins; three rounds are always run."""
 SAMPLE = 50e-3
 """Least length of a sample in seconds; a shorter run is repeated until a sample is that long."""
 
@@ -25,8 +25,8 @@ class Tolerance:
     """Largest allowed difference of outputs from the reference's, in standard deviations of the reference's output.
 
     Attributes:
-        largest: of a single number.
-        mean: root mean square over all numbers.
+        largest: limit for each element.
+        mean: limit for the root mean square over all elements.
     """
 
     largest: float
@@ -34,9 +34,9 @@ class Tolerance:
 
 
 FLOAT32 = Tolerance(1e-3, 1e-4)
-"""Allows another order of sums. Measured: at most 5e-6 and 6e-7 for outputs, 6e-5 and 7e-7 for gradients."""
+"""Allows another order of sums, by which outputs differed by up to 5e-6 (mean 6e-7), gradients 6e-5 (7e-7)."""
 BFLOAT16 = Tolerance(0.25, 0.03)
-"""Allows six roundings, each by 2^-9 of a value, of a value of five standard deviations; and more."""
+"""Four times the error of a value of five deviations that is rounded six times, each by 2^-9 of it."""
 
 
 def tolerance_of(dtype: torch.dtype) -> Tolerance:
@@ -58,7 +58,7 @@ class Case:
         name: unique in its group.
         runs: by contestant, a function that computes once and returns a tensor or a list of tensors to compare.
         tolerance: for the outputs; None if contestants compute different functions, as quantized models do.
-        reference: the contestant with whose time, memory and outputs all are compared.
+        reference: the contestant with which the others are compared.
         at_most: by contestant, the largest allowed time over the reference's.
         memory_at_most: by contestant, the largest allowed peak memory over the reference's. Memory is measured only if
             this has an entry.
@@ -77,7 +77,7 @@ class Case:
 
 
 class LeftOut(Exception):
-    """Raised if a group cannot run here; its text is the reason."""
+    """Raised if a group of cases cannot run on this machine, with the reason."""
 
 
 class ProcessorClock:
@@ -136,8 +136,8 @@ def measure(case: Case, clock: Clock, rounds: int = ROUNDS) -> dict:
 
     Returns:
         the case's name and limits; for each contestant the seconds of all rounds with their median, the median over
-        rounds of the ratio to the reference in the same round (as a slow phase of the machine slows both), and the peak
-        memory; and `failures`, which lists contestants that raised and outputs that differ.
+        rounds of the ratio to the reference in the same round (the machine may slow down for a round), and the peak
+        memory; and `failures`, which lists contestants that raised an error and outputs that differ.
     """
     rows: dict[str, dict] = {}
     failures: list[str] = []
@@ -145,7 +145,7 @@ def measure(case: Case, clock: Clock, rounds: int = ROUNDS) -> dict:
     for name, run in case.runs.items():
         row: dict[str, Any] = {}
         try:
-            # The first run includes one-time work.
+            # Do not time this first run: it includes one-time work.
             outputs = tensors_of(run())
             if case.memory_at_most:
                 if case.before:
@@ -205,9 +205,9 @@ def tensors_of(result: Any) -> list[torch.Tensor]:
 
 
 def difference(given: list[torch.Tensor], expected: list[torch.Tensor]) -> tuple[float, float]:
-    """Return the largest and the root mean square difference, each tensor in its own standard deviations.
+    """Return the largest and the root mean square difference, in standard deviations of each expected tensor.
 
-    A tensor that varies less than a hundredth of the most varying one is measured in units of that hundredth.
+    A deviation counts as at least a hundredth of the largest one of any tensor.
     """
     floor = max(tensor.float().std().item() for tensor in expected) / 100
     largest, mean = [], []
@@ -256,7 +256,7 @@ def free(device: torch.device) -> None:
 
 
 def measured(group: Iterator[Case | dict], clock: Clock, rounds: int = ROUNDS) -> Iterator[dict]:
-    """Yield the result of each case; a group that measures in other processes yields results itself."""
+    """Yield the results of a group, measuring its cases; its dicts are results of other processes already."""
     for case in group:
         yield case if isinstance(case, dict) else measure(case, clock, rounds)
         del case

@@ -36,10 +36,10 @@ def find_converter() -> Path:
 
 
 def make_files(model: Path) -> dict[str, Path]:
-    """Convert a folder with a tokenizer into a GGUF file of each type beside it.
+    """Convert a model's folder to GGUF files beside it, and return their paths by type.
 
     Raises:
-        LeftOut: llama.cpp is missing or cannot convert it.
+        LeftOut: llama.cpp is missing or cannot convert the model.
     """
     converter = find_converter()
     files = {kind: model.with_name(f"{model.name}-{kind}.gguf") for kind in TYPES}
@@ -77,7 +77,7 @@ class LlamaCppModel:
         self._thread = ThreadPoolExecutor(1)
 
     def token(self, ids: list[int], steps: int) -> Callable[[], None]:
-        """Return a function that decodes `steps` tokens after `ids`, from the same cache each time."""
+        """Return a function that decodes `steps` tokens after `ids`, which are cached only once."""
         self._thread.submit(self._read, ids).result()
 
         def run() -> None:

@@ -1,4 +1,4 @@
-"""Describe the machine and its versions, and measure the bandwidth of its memory."""
+"""Describe the machine and its libraries, and measure the bandwidth of its memory."""
 
 import os
 import platform
@@ -21,14 +21,14 @@ PACKAGES = {
     "triton": "triton",
     "llama_cpp_python": "llama_cpp",
 }
-"""Names of distributions whose versions are recorded, and of their modules."""
+"""Distributions whose versions are recorded, with the names of their modules."""
 
 HELD_TO_AVX2 = {
     "ATEN_CPU_CAPABILITY": "avx2",
     "ONEDNN_MAX_CPU_ISA": "AVX2",
     "MKL_ENABLE_INSTRUCTIONS": "AVX2",
 }
-"""Environment variables that `make bench CPU=avx2` sets, so that one machine measures as two kinds of processors.
+"""Environment variables that `make bench CPU=avx2` sets, to measure on any machine as on one without AVX-512.
 
 torch, oneDNN and MKL read them when they start, and our kernels follow torch. llama.cpp uses the instructions that it
 was built for."""
@@ -48,7 +48,7 @@ def kind_of_processor() -> str:
 
 
 def describe(device: torch.device) -> dict:
-    """Return processor or card, versions and date, as data for the results."""
+    """Return the processor, the GPU if `device` is one, versions and date."""
     words = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
     commit = subprocess.run(words, capture_output=True, text=True, check=False).stdout.strip()
     cpuinfo = Path("/proc/cpuinfo")
@@ -63,7 +63,7 @@ def describe(device: torch.device) -> dict:
         "instructions": kind_of_processor() + (", held to it" if is_held_to_avx2() else ""),
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
-        # torch's own version names the kind of build.
+        # torch's own version names its build, as 2.13.0+cpu.
         "versions": {"llamoe": llamoe.__version__, "torch": torch.__version__}
         | {name: version(name) for name, module in PACKAGES.items() if find_spec(module)},
     }
@@ -78,7 +78,7 @@ def describe(device: torch.device) -> dict:
 
 
 def about_line(about: dict) -> str:
-    """Return machine and versions in one line."""
+    """Format what `describe` returned as one line."""
     where = about.get("device") or f"{about['processor']} ({about['instructions']})"
     versions = ", ".join(f"{name} {number}" for name, number in about["versions"].items())
     return (
@@ -88,8 +88,8 @@ def about_line(about: dict) -> str:
 
 
 def bytes_per_second(clock: Clock, nbytes: int) -> float:
-    """Measure the rate of copying a tensor of `nbytes`, reads and writes counted; the median of five samples."""
-    # Zeros would not do: the system may map all of their pages to one.
+    """Measure the bytes a second, read plus written, of copying a tensor of `nbytes`: the median of five samples."""
+    # Not zeros: the system may map all their pages to a single one.
     source = torch.ones(nbytes, dtype=torch.uint8, device=clock.device)
     target = torch.empty_like(source)
     target.copy_(source)

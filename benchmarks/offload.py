@@ -3,7 +3,7 @@
 Each contestant is a process on the same folder: one with all experts in memory, ours with offloaded experts, and
 accelerate's offloading of the same experts, which keeps none in memory. The folder's files are dropped from the page
 cache before each process, and for accelerate before each token. Time is wall time; bytes are those that the kernel read
-for the process. Experts are chosen by Zipf's law, as random routers would choose all equally often.
+for the process. Experts are drawn by Zipf's law, since random routers would choose all equally often.
 """
 
 import hashlib
@@ -91,7 +91,7 @@ class LargeMixture:
 def offload(
     mixture: LargeMixture, share: float = 0.25, warm: int = 96, tokens: int = 64, rounds: int = 3
 ) -> Iterator[dict]:
-    """Yield the result of decoding `tokens` tokens after `warm` ones, with a cache for a share of the experts."""
+    """Yield the result of decoding `tokens` tokens after `warm` untimed ones, with memory for a share of experts."""
     room = int(share * mixture.layers * mixture.experts) * mixture.expert_bytes
     with tempfile.TemporaryDirectory() as folder:
         mixture.save(Path(folder))
@@ -106,7 +106,7 @@ def offload(
         if reason := next((run["failed"] for run in its if "failed" in run), None):
             failures.append(f"{who}: {reason}")
             continue
-        # The fastest round of each token, since wall time includes other load on the machine.
+        # Take each token's fastest round, since wall time includes other load on the machine.
         seconds = [min(rounds) for rounds in zip(*(run["seconds"] for run in its), strict=True)]
         rows[who] = {**its[0], "seconds": seconds, "median": statistics.median(seconds)}
     for row in rows.values():
@@ -148,7 +148,7 @@ def load(who: str, folder: Path, budget: int) -> PreTrainedModel:
     if who == RESIDENT:
         for experts in layers.values():
             for parameter in experts.parameters():
-                # Loaded weights are mapped from the file; a copy is in memory.
+                # Loaded weights are mapped from the file: copy them into memory.
                 parameter.data = parameter.data.clone()
         return model
     files = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
@@ -163,7 +163,7 @@ def load(who: str, folder: Path, budget: int) -> PreTrainedModel:
 
 
 def draw_routing(model: PreTrainedModel) -> None:
-    """Replace the routers' choices by experts drawn by Zipf's law, with other frequent experts in each layer."""
+    """Replace the routers' choices by experts drawn by Zipf's law; each layer has its own frequent experts."""
     generator = torch.Generator().manual_seed(1)
     for router in model.modules():
         if isinstance(router, Router):
@@ -180,7 +180,7 @@ def draw_routing(model: PreTrainedModel) -> None:
 
 @torch.no_grad()
 def decode(who: str, folder: str, budget: int, warm: int, tokens: int) -> dict:
-    """Decode random tokens; return each one's seconds and bytes read, the hits, and the growth of peak memory."""
+    """Decode random tokens; return each one's seconds, means of bytes read and misses, and the peak memory."""
     base = status("VmRSS")
     forget(Path(folder))
     model = load(who, Path(folder), budget)

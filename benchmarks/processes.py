@@ -1,4 +1,4 @@
-"""Run measurements in a new process, and count its memory, its reads and the page cache."""
+"""Run a function in a new process, read a process's memory and reads, drop cached files."""
 
 import json
 import os
@@ -28,7 +28,7 @@ def in_process(module: str, what: str, **given) -> dict:
 
 
 def status(field: str) -> int:
-    """Return a field of this process's status, in bytes."""
+    """Return a memory field of /proc/self/status in bytes."""
     text = Path("/proc/self/status").read_text()
     return 1024 * int(text.partition(f"{field}:")[2].split()[0])
 

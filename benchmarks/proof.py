@@ -16,7 +16,7 @@ from .random_models import build
 from .weights import Setting
 
 _LAYER, _EMBEDDINGS = 4.5e9, 4.2e9
-"""Bytes in bfloat16 of one layer with Scout's sizes, and of its embeddings and head together."""
+"""Bytes in bfloat16 of one layer of Llama 4 Scout, and of its embeddings and head together."""
 TINY = dict(vocab_size=101, hidden_size=96, intermediate_size=128, head_dim=16, num_local_experts=5) | dict(
     num_attention_heads=4, num_key_value_heads=2, bos_token_id=None, eos_token_id=None, pad_token_id=None
 )
@@ -30,7 +30,7 @@ def nbytes(module: nn.Module) -> int:
 
 @dataclass
 class Check:
-    """A value that a step of the proof measured; `passed` is None if the value has no limit."""
+    """A value that a step of `prove_gpu` measured; `passed` is None if the value has no limit."""
 
     step: str
     what: str
@@ -78,7 +78,7 @@ class Proof:
         self.checks.append(Check(self.step, what, value, limit, passed))
 
     def seconds(self, run: Callable[[], Any], repeats: int = 5) -> float:
-        """Return the seconds of a run, the least mean of three samples; a GPU replays a CUDA graph of the run."""
+        """Return the seconds of a run, the least of three means; on a GPU, of replays of its CUDA graph."""
         run()
         if self.is_cuda:
             side = torch.cuda.Stream()

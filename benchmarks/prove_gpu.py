@@ -77,9 +77,9 @@ def formats_here(proof: Proof) -> tuple[str, ...]:
 
 @torch.no_grad()
 def kernels(proof: Proof) -> None:
-    """Compare a mixture of Scout's sizes with the loop over experts in float32.
+    """Compare experts of Llama 4 Scout's sizes with a loop over them in float32.
 
-    Judge the bandwidth at which one row reads its expert's weights.
+    Judge the bandwidth at which the product with one row reads weights.
     """
     rate = bytes_per_second(proof.clock(), COPIED if proof.is_cuda else 1 << 20)
     proof.say("GB a second of a copy", round(rate / 1e9))
@@ -97,7 +97,7 @@ def kernels(proof: Proof) -> None:
             run = partial(experts, x, ids, ones)
             expected = plain.loop_over_experts(x.float(), ids, ones.float())
             error = ((run() - expected).abs().max() / expected.abs().max()).item()
-            # Inputs, weights and results are rounded to bfloat16's 8 significant bits.
+            # 0.03: inputs, weights and results are rounded to bfloat16's 8 bits.
             proof.judge(f"{weights}, {rows} rows: largest error", error, most=0.03)
             if proof.is_cuda and rows <= 64:
                 read = min(1, ids.unique().numel() / experts.num_experts) * nbytes(experts)
@@ -111,7 +111,7 @@ def kernels(proof: Proof) -> None:
 
 
 def parity(proof: Proof) -> None:
-    """Compare logits and gradients of all families with the CPU in float32."""
+    """Compare small models' logits and gradients with the CPU's in float32."""
     for family in configs():
         inputs = inputs_of(family)
         labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
@@ -148,7 +148,7 @@ def parity(proof: Proof) -> None:
 
 @torch.no_grad()
 def _judge_tokens(proof: Proof, family: str) -> None:
-    """Compare the logits of tokens decoded one by one, with adapters and a KV cache, with the CPU in float32."""
+    """Compare logits of tokens decoded one by one, with adapters and a KV cache, to the CPU's in float32."""
     ids = inputs_of(family)["input_ids"][:1]
 
     def tokens(model: Any, ids: torch.Tensor) -> torch.Tensor:
@@ -171,7 +171,7 @@ def _distance(given: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def generates(proof: Proof) -> None:
-    """Compare tokens generated with a growing and with a static cache, for which transformers compiles on a GPU."""
+    """Compare tokens of a growing and of a static cache, for which transformers compiles the model on a GPU."""
     for family in ("mixtral", "llama4"):
         for lora in (False, True):
             model = small_model(family)
@@ -239,11 +239,11 @@ def _step_seconds(proof: Proof, model: Any) -> float:
 
 @torch.no_grad()
 def offload(proof: Proof) -> None:
-    """Compare a model with experts in RAM or on disk with a resident one."""
+    """Compare models with experts in RAM or on disk to one that is on the device."""
     resident = llamoe.LlamoeForCausalLM.from_pretrained(
         saved(proof.folder, "llama4"), device_map={"": proof.device}
     ).eval()
-    # Few rows would be computed in RAM. With a limit of 0 rows every expert is copied to the GPU.
+    # The CPU would multiply up to 4 rows of an expert in RAM. With 0, all experts are copied to the GPU.
     with mock.patch.object(store, "_MAX_ROWS_IN_RAM", 0):
         for place in ("cpu", "disk") if proof.is_cuda else ("disk",):
             _judge_offloaded(proof, place, resident)
@@ -252,8 +252,8 @@ def offload(proof: Proof) -> None:
 def _judge_offloaded(proof: Proof, place: str, resident: Any) -> None:
     """Judge a model with experts on "cpu" or "disk".
 
-    Logits of random inputs must be equal bit by bit, pinned memory must stay below its limit, and copies that run while
-    the model is deleted must not write into memory that is allocated afterwards.
+    Its logits must equal the resident model's in all bits, pinned memory must stay below its limit, and copies that run
+    while the model is deleted must not write into memory that is allocated afterwards.
     """
     generator = torch.Generator().manual_seed(3)
     pinned = mock.Mock(side_effect=memory.pinned)
@@ -282,7 +282,7 @@ def _judge_offloaded(proof: Proof, place: str, resident: Any) -> None:
 
 
 def trains(proof: Proof) -> None:
-    """Train LoRA on attention and experts with plain and int4 weights: check the loss and the factors' gradients."""
+    """Train LoRA on attention and experts, of bf16 and int4 weights: check the loss and the gradients of A and B."""
     for weights in formats_here(proof)[::2]:
         model = adapted(proof.model(2, weights)).train()
         factors = [weight for weight in model.parameters() if weight.requires_grad]
@@ -322,7 +322,7 @@ def prompts(proof: Proof) -> None:
 
 
 def _operators(run: Callable[[], Any]) -> set[str]:
-    """Return the names of torch's operators that ran."""
+    """Call `run`; return the names of torch's operators in it."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU]) as recorded:
@@ -332,7 +332,7 @@ def _operators(run: Callable[[], Any]) -> set[str]:
 
 @torch.no_grad()
 def speed(proof: Proof) -> None:
-    """Record a token's time and the share of the bandwidth that it uses; judge the time of int8 and int4."""
+    """Record a step's time and share of the memory's bandwidth; judge the time in int8 and int4."""
     rate = bytes_per_second(proof.clock(), COPIED if proof.is_cuda else 1 << 20)
     layers = 2 if proof.small else proof.layers(8)
     times = {}
@@ -393,7 +393,7 @@ def prove(proof: Proof, steps: list[str]) -> dict[str, Any]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the proof from the command line; write the results."""
+    """Run the steps named on the command line; write the results."""
     parser = argparse.ArgumentParser("python -m benchmarks.prove_gpu", description=__doc__.partition("\n")[0])
     parser.add_argument(
         "--small", action="store_true", help="use small sizes on the CPU, to test this program without a GPU"

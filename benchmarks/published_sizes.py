@@ -8,8 +8,8 @@ Nothing is downloaded: `drawn_folders` writes a folder of random weights, which 
 process does what a user does: plan, load, generate after a prompt, compute a long prompt, train LoRA with routed
 experts, save, and load again. With random weights all experts are chosen about equally often.
 
-Bytes are those that the kernel read for the process (`/proc/self/io`). The peak is the process's resident memory, with
-pages of mapped files. "While misses are read" is the time in which at least one thread waits for the drive.
+Bytes are those that the kernel read for the process (`/proc/self/io`). The peak is of resident memory, with pages of
+mapped files. A miss is an expert not in memory; misses "are read" while at least one thread waits for the drive.
 """
 
 import argparse
@@ -42,7 +42,7 @@ from .processes import bytes_read, counted, forget, in_process, status
 RESULTS = Path(__file__).parent / "results"
 
 NEW_TOKENS, SHORT, LONG, STEPS, ROW, RANK = 16, 16, 256, 3, 32, 8
-# Seconds to wait after writing: a drive that is still storing its cache reads slower.
+# Seconds to wait after writing: a drive reads slower while it empties its write cache.
 SETTLING = 30
 # The least and the largest allowed value of each figure; None for no limit.
 TARGETS: dict[str, tuple[float | None, float | None]] = {
@@ -84,7 +84,7 @@ class Tokens(BaseStreamer):
         self.model, self.waiting, self.rows = model, waiting, []
 
     def put(self, value: Any) -> None:
-        """Record the state; generate calls this with the prompt, then with each token."""
+        """Record the figures so far; `generate` calls this for the prompt, then for each token."""
         self.rows.append(now(self.model, self.waiting))
 
     def end(self) -> None:
@@ -92,7 +92,7 @@ class Tokens(BaseStreamer):
 
 
 def now(model: Any, waiting: Waiting) -> dict[str, float]:
-    """Return the process's seconds, bytes read, bytes of missed experts, and seconds of reading so far."""
+    """Return the figures so far: seconds, bytes read, experts missed and asked for, seconds of reading."""
     missed = counted(model, "misses")
     return {
         "seconds": time.perf_counter(),
@@ -104,7 +104,7 @@ def now(model: Any, waiting: Waiting) -> dict[str, float]:
 
 
 def between(first: dict[str, float], last: dict[str, float], expert_bytes: int) -> dict[str, float]:
-    """Return the differences of all figures between two moments."""
+    """Return the figures of the time between two results of `now`."""
     change = {name: last[name] - first[name] for name in first}
     missed = change["missed"] * expert_bytes
     return {
@@ -124,7 +124,7 @@ def read_config(folder: str) -> Any:
 
 
 def rates(folder: str) -> dict[str, Any]:
-    """Measure this machine's bandwidths, the drive's as the median of three; called in another process than `run`."""
+    """Measure this machine's bandwidths in bytes a second, the drive's as the median of three."""
     measured = [llamoe.measure_bandwidths(folder) for _ in range(3)]
     return {**vars(measured[0]), "drive": statistics.median(float(one.drive) for one in measured)}
 

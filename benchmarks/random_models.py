@@ -1,7 +1,7 @@
-"""Build models with random weights without files, packed by the quantizer that `from_pretrained` would use.
+"""Build models with random weights without files, plain or with the quantizer that `from_pretrained` would use.
 
-Only one matrix of each shape is quantized; all layers and experts get copies of its codes with different scales. So the
-model never exists in 16 bits, which might not fit into memory.
+Only one matrix of each shape is quantized; all layers and experts get copies of its codes, experts with different
+scales. So the model never exists in 16 bits, which might not fit into memory.
 """
 
 from typing import Any
@@ -33,7 +33,7 @@ def build(setting: Setting, config: Any, weights: str) -> PreTrainedModel:
         quantizer = BitsAndBytes4BitQuantizer(options, pre_quantized=False)
     elif weights in ("int8", "int4"):
         quantizer = LlamoeQuantizer(llamoe.QuantizationConfig(weights=weights), pre_quantized=False)
-    # Experts are packed in the dtype of the model's weights.
+    # Now, since quantized experts take their dtype from the weights.
     model.to(setting.dtype)
     if quantizer is not None:
         quantizer.preprocess_model(model, device_map=None)
@@ -47,7 +47,7 @@ def build(setting: Setting, config: Any, weights: str) -> PreTrainedModel:
 
 
 def _fill(module: nn.Module, setting: Setting, quantized: dict[Any, list[torch.Tensor]]) -> None:
-    """Fill a module's weights with random numbers; `quantized` keeps one matrix of each format and shape."""
+    """Fill a module's weights with random numbers; `quantized` has one matrix of each format and shape so far."""
 
     def packed(name: str, form: Format, sizes: tuple[int, ...], count: int) -> None:
         if (form.key, sizes) not in quantized:
@@ -73,5 +73,5 @@ def _fill(module: nn.Module, setting: Setting, quantized: dict[Any, list[torch.T
             shape = (module.out_features, module.in_features) if isinstance(module, nn.Linear) else old.shape
             noise = STD * setting.randn(*shape)
             number = noise if len(shape) > 1 else torch.ones_like(noise)
-            # bitsandbytes' parameters are quantized when they are moved.
+            # bitsandbytes quantizes its parameters when they move to a device.
             setattr(module, name, type(old)(number, requires_grad=False, **vars(old)).to(setting.device))

@@ -1,4 +1,4 @@
-"""Small models of all families on the CPU, with inputs and adapters, whose logits have a deviation of about one."""
+"""Build small models of all families, their inputs and adapters; logits have a deviation of about one."""
 
 from pathlib import Path
 from typing import Any

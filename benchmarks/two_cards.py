@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 2 -m benchmarks.two_cards FOLDER RESULTS.json --cpu
 
 `benchmarks.prove_gpu` calls `cards_together`, which starts the two processes. FOLDER has a small model. RESULTS.json
-gets, for each kind of parallelism, the largest difference of logits before and after a step of training, and the
-largest share of the weights that a process holds.
+gets, for each kind of parallelism, the largest differences from the whole model's logits, before and after a training
+step, and the largest share of the weights that a process holds.
 """
 
 import json
@@ -36,7 +36,7 @@ ROWS, LENGTH, LEARNING_RATE = 4, 29, 0.5
 
 @torch.no_grad()
 def cards_together(proof: Proof) -> None:
-    """Compare two cards with one: `device_map="auto"`, tensor and expert parallelism, FSDP2."""
+    """Compare two GPUs with one: `device_map="auto"`, tensor and expert parallelism, FSDP2."""
     count = torch.cuda.device_count() if proof.is_cuda else 0
     proof.say("cards", count)
     if proof.is_cuda and count < 2:
@@ -68,7 +68,7 @@ def cards_together(proof: Proof) -> None:
 
 
 def compare(folder: str, device: torch.device) -> dict[str, dict[str, float]]:
-    """Return the differences of logits and the share of weights by kind of parallelism."""
+    """Return by kind of parallelism the differences from the whole model's logits, and a process's share of weights."""
 
     def load(**options: Any) -> Any:
         return llamoe.LlamoeForCausalLM.from_pretrained(folder, dtype=torch.float32, **options).to(device)
@@ -94,8 +94,8 @@ def compare(folder: str, device: torch.device) -> dict[str, dict[str, float]]:
 
 def _before_and_after(model: Any, ids: torch.Tensor) -> list[torch.Tensor]:
     """Return logits before and after a training step."""
-    # After a forward without gradients, FSDP2 leaves some weights gathered. An optimizer that is built then would train
-    # the gathered copies.
+    # Build the optimizer first: after a forward without gradients, FSDP2 leaves some weights gathered, and it would
+    # train the gathered copies.
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     before = _logits(model, ids)
     model.train()(ids, labels=ids, use_cache=False).loss.backward()

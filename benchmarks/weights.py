@@ -1,4 +1,4 @@
-"""Build mixture blocks of transformers and ours that share their parameters, and inputs for them."""
+"""Build pairs of mixture blocks, transformers' and ours with the same parameters, and their inputs."""
 
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ class Setting:
     seed: int = 0
 
     def generator(self, offset: int = 0) -> torch.Generator:
-        """Return a random generator with a fixed seed."""
+        """Return a random generator for `seed` + `offset`."""
         return torch.Generator(self.device).manual_seed(self.seed + offset)
 
     def randn(self, *shape: int, offset: int = 1) -> torch.Tensor:
@@ -39,7 +39,7 @@ class Setting:
 
 
 def llama4_blocks(setting: Setting, experts: int) -> tuple[nn.Module, nn.Module]:
-    """Return Llama 4's mixture block of transformers, and ours with the same parameters; one expert is chosen."""
+    """Return transformers' Llama 4 block, and ours with the same parameters; a token chooses one expert."""
     config = Llama4TextConfig(
         hidden_size=512, intermediate_size=1024, intermediate_size_mlp=2048, head_dim=64, num_hidden_layers=1,
         interleave_moe_layer_step=1, num_local_experts=experts, num_experts_per_tok=1, num_attention_heads=8,
@@ -55,7 +55,7 @@ def llama4_blocks(setting: Setting, experts: int) -> tuple[nn.Module, nn.Module]
 
 
 def mixtral_blocks(setting: Setting, experts: int = 8) -> tuple[nn.Module, nn.Module]:
-    """Return Mixtral's block with transformers' grouped products, and ours; two experts are chosen."""
+    """Return transformers' Mixtral block (`grouped_mm`), and ours; a token chooses two experts."""
     config = MixtralConfig(
         hidden_size=512, intermediate_size=1024, num_local_experts=experts, num_hidden_layers=1, vocab_size=2048,
         num_attention_heads=8, num_key_value_heads=2, head_dim=64, experts_implementation="grouped_mm",
@@ -70,7 +70,7 @@ def mixtral_blocks(setting: Setting, experts: int = 8) -> tuple[nn.Module, nn.Mo
 
 
 def routed_rows(setting: Setting, router: torch.Tensor, rows: int) -> torch.Tensor:
-    """Draw inputs `[1, rows, hidden]`, each of which a router's weight `[experts, hidden]` sends to a drawn expert."""
+    """Draw inputs `[1, rows, hidden]` for which a router with weight `[experts, hidden]` chooses random experts."""
     chosen = torch.randint(len(router), (rows,), generator=setting.generator(rows), device=setting.device)
     x = setting.randn(rows, router.shape[1], offset=rows + 1)
     directions = nn.functional.normalize(router.detach().float(), dim=-1)
@@ -96,7 +96,7 @@ def draw_weights(module: nn.Module, setting: Setting) -> None:
 
 @contextmanager
 def made_in(setting: Setting):
-    """Build modules on the setting's device, in its dtype."""
+    """Let a `with` block build modules on the setting's device, in its dtype."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(setting.dtype)
     try:

@@ -2,8 +2,8 @@
 
 Reading order: cache (length and keys of a KV cache before a forward), growing_cache (appending to a cache in place),
 implementation (choice of the attention implementation), visibility (which tokens see each other), mask_inputs (padding,
-positions and segments of a forward), equal_rows and varlen (attention without a mask), forms (the table of all forms,
-and masks), cache_checks (does a cache fit the model?), layer (the module).
+positions and segments of a forward), equal_rows and varlen (attention without a mask), forms (masks, and a table of
+what replaces them), cache_checks (does a cache fit the model?), layer (the module).
 """
 
 from .cache import cached_length

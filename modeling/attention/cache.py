@@ -1,9 +1,9 @@
-"""Length and keys of a KV cache before a forward, and a static cache layer for chunks and windows.
+"""The number of tokens in a KV cache, the keys that it will return, and a static cache layer for chunks and windows.
 
-transformers' static sliding layer counts its tokens in a Python integer. So a compiled step is compiled again for the
-second token and when the window is full, and each later step moves the whole window by one place. `RingLayer` makes the
-window a ring: a step writes one place, and the count is a tensor. Keys are returned in ring order; `Keys.ring` has the
-index of each key's token.
+transformers' static sliding layer counts its tokens in a Python integer, so that a compiled step is compiled again for
+the second token and when the window is full. Then each step moves the whole window by one place. `RingLayer` is a ring
+buffer: a step overwrites one place, and the count is a tensor. It returns keys in the order of places; `Keys.ring` has
+the index along the row of each key's token.
 
 Shapes: B batch, D head_dim, W tokens of the window, Q new tokens, K keys that a layer returns (cached and new).
 """
@@ -17,7 +17,7 @@ from transformers.utils import is_torchdynamo_compiling
 
 
 class RingLayer(StaticSlidingWindowLayer):
-    """The last `max_cache_len` tokens of a layer; token t is stored at place t modulo `max_cache_len`."""
+    """A ring buffer of a layer's last `max_cache_len` tokens: token t is at place t modulo `max_cache_len`."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs
@@ -47,7 +47,7 @@ class RingLayer(StaticSlidingWindowLayer):
         return (self.keys, self.values) if not is_first and num_new == 1 else (keys, values)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return K for `query_length` new tokens, and 0, the index of the first key."""
+        """Return the number of keys for `query_length` new tokens, and 0, their offset."""
         if not self.is_initialized:
             return query_length, 0
         return self.max_cache_len + (query_length if query_length > 1 else 0), 0
@@ -70,9 +70,9 @@ class RingLayer(StaticSlidingWindowLayer):
 
 
 def replace_windows(past_key_values: Cache | None, with_rings: bool) -> None:
-    """Turn a cache's empty static windows into rings, and its growing windows of one token into full layers, in place.
+    """Turn a cache's empty static sliding layers into `RingLayer`s, growing ones of one token into full ones, in place.
 
-    transformers' growing window of one token keeps every token (`keys[-0:]`), although `get_mask_sizes` returns one.
+    transformers' growing layer with a window of one token keeps all (`keys[-0:]`), but its `get_mask_sizes` says one.
     """
     if is_torchdynamo_compiling():
         return
@@ -84,21 +84,21 @@ def replace_windows(past_key_values: Cache | None, with_rings: bool) -> None:
 
 
 def keep_exported_tokens(past_key_values: Cache | None, position_ids: torch.Tensor | None) -> None:
-    """Turn a cache's growing windows into full layers, in place, for a program that is being exported.
+    """Turn a cache's growing sliding layers into full ones, in place, for a program that is being exported.
 
-    An exported program gets only keys and values from the cache, so it must know the number of cached tokens from
-    theirs: with windows it could not. Windows and chunks are applied by the masks.
+    An exported program gets only the cache's keys and values, and takes the number of cached tokens from their length.
+    So every layer must keep all tokens; masks still apply windows and chunks.
 
     Raises:
-        ValueError: a window may have forgotten tokens, and either the new tokens' positions are not given, or other
-            layers keep all tokens.
+        ValueError: a sliding layer may have dropped tokens, and either the new tokens' positions are not given, or
+            other layers keep all tokens.
     """
     layers = getattr(past_key_values, "layers", ())
     windows = {i: layer for i, layer in enumerate(layers) if isinstance(layer, DynamicSlidingWindowLayer)}
     for i, layer in windows.items():
         kept = layer.keys.shape[-2] if layer.is_initialized else 0
         if kept < layer.sliding_window - 1:
-            # A compiled graph cannot change an object's class.
+            # A new layer: a compiled graph cannot change an object's class.
             layers[i] = DynamicLayer()
             if kept:
                 layers[i].update(layer.keys, layer.values)
@@ -113,7 +113,7 @@ def keep_exported_tokens(past_key_values: Cache | None, position_ids: torch.Tens
 def first_layer(past_key_values: Cache | None, is_sliding: bool | None = None) -> int:
     """Return the index of the first cache layer that has tokens, or of the first layer if none has; 0 without layers.
 
-    Under pipeline parallelism the layers of other processes' stages stay empty. `is_sliding` restricts the search to
+    Under pipeline parallelism, layers that other processes compute stay empty. `is_sliding` restricts the search to
     layers that forget tokens (True) or keep all of them (False).
     """
     layers = getattr(past_key_values, "layers", ())
@@ -131,9 +131,9 @@ class Keys(NamedTuple):
     """The keys that the cache returns to sliding layers or to full ones, cached and new.
 
     Attributes:
-        length: K.
+        length: K, the number of keys.
         offset: index along the row of the first key.
-        ring: `[K]`, the index along the row of each key, where keys are in ring order; None: they are in row order.
+        ring: `[K]`, each key's index along the row, if a `RingLayer` returns them; None: keys are in row order.
     """
 
     length: int
@@ -141,7 +141,7 @@ class Keys(NamedTuple):
     ring: torch.Tensor | None = None
 
     def index(self, device: torch.device) -> torch.Tensor:
-        """Return the index along the row of each key, `[K]`; negative for an empty place of a ring."""
+        """Return each key's index along the row, `[K]`; negative for an empty place of a `RingLayer`."""
         return torch.arange(self.length, device=device) + self.offset if self.ring is None else self.ring
 
 

@@ -1,8 +1,8 @@
 """Chunked and sliding attention by torch's `scaled_dot_product_attention` (SDPA) for rows without padding.
 
 Queries are cut into blocks. A block attends only to the keys that at least one of its queries sees. A chunk without
-cached keys is plain causal attention; other blocks have a mask of their own. So memory grows with the number of tokens,
-not with its square, and keys before a window take no time.
+cached tokens is one block of causal attention; other blocks have a mask each. So memory grows with the number of
+tokens, not with its square, and keys before a window take no time.
 
 Shapes: B batch, H query heads, G key/value heads, Q query tokens, K key tokens (cached and new), D head_dim.
 """
@@ -20,7 +20,7 @@ SMALLEST_BLOCK = 16
 
 
 def window_block(window: int) -> int:
-    """Return the number of queries in a block for a window of this size."""
+    """Return the number of queries in a block for a window of `window` tokens."""
     return min(BLOCK, max(window, SMALLEST_BLOCK))
 
 
@@ -62,7 +62,7 @@ class EqualRows(NamedTuple):
         rule: the layer's rule.
         first_query: position of the first query.
         first_key: position of the first key; the other keys follow. Keys after the last query are ignored.
-        key_length: K.
+        key_length: K, the number of keys.
     """
 
     rule: Rule
@@ -101,14 +101,14 @@ class EqualRows(NamedTuple):
 def attend_in_equal_rows(
     attend: Callable, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: EqualRows
 ) -> torch.Tensor:
-    """Run SDPA over the blocks of all rows.
+    """Compute attention block by block, in all rows at once.
 
     Args:
-        attend: a function of queries, keys, values, and a mask or None for causal attention.
+        attend: SDPA as a function of queries, keys, values, and a mask or None for causal attention.
         query: `[B, H, Q, D]`.
         key: `[B, G, K, D]`.
-        value: likewise.
-        rows: with K as `key_length`.
+        value: `[B, G, K, D]`.
+        rows: gives the blocks; its `key_length` is K.
 
     Returns:
         `[B, Q, H, D]`.

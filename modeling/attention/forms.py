@@ -37,7 +37,7 @@ from .visibility import Rule
 
 
 def form_of(inputs: MaskInputs, rule: Rule) -> Any:
-    """Return the form of attention of layers with this rule."""
+    """Return the mask of layers with this rule, or what takes its place."""
     if inputs.is_flash:
         return flash_form(inputs, rule)
     first_query = first_of_equal_rows(inputs, rule) if inputs.implementation == "sdpa" else None
@@ -62,7 +62,7 @@ def equal_rows(inputs: MaskInputs, rule: Rule, first_query: int) -> EqualRows | 
     rows = EqualRows(rule, first_query, first_query - inputs.query_offset + keys.offset, keys.length)
     block, *others = rows.blocks(length)
     is_plain = not others and block.is_plain and block.keys == slice(0, keys.length)
-    # Without a form the module's `is_causal` counts. As in transformers, it does not if K equals the window.
+    # Without a mask the module's `is_causal` decides. As in transformers, K equal to the window is always causal.
     return None if is_plain and (length == 1 or keys.length != rule.local_size) else rows
 
 
@@ -103,10 +103,10 @@ def _can_be_plain(inputs: MaskInputs, rule: Rule) -> bool:
 
 
 def attention_masks(inputs: MaskInputs) -> dict[str, Any]:
-    """Return the form of attention, such as a mask, for each type of layer in a forward.
+    """Return the mask, or what takes its place, for each type of layer in a forward.
 
     Returns:
-        the forms by type of layer. A dict from an earlier call (`generate` prepares it for compiled decoding) is
+        the masks by type of layer. A dict from an earlier call (`generate` prepares it for compiled decoding) is
         returned unchanged; a 4-D mask of the caller is used for every type.
 
     Raises:
@@ -131,7 +131,7 @@ def attention_masks(inputs: MaskInputs) -> dict[str, Any]:
         _refuse_split_rows(inputs.implementation)
     if not getattr(inputs.config, "is_causal", True) and not inputs.is_flash:
         return _bidirectional_masks(inputs)
-    # FlashAttention's window counts keys in memory order, which is not the order of tokens in a ring.
+    # Not for FlashAttention: its window counts keys in memory, where `RingLayer` changes their order.
     replace_windows(inputs.past_key_values, with_rings=not inputs.is_flash)
     return {layer_type: form_of(inputs, rule) for layer_type, rule in rules.items()}
 
@@ -185,7 +185,7 @@ def attend_in_form(
     if isinstance(form, dict):
         form, kwargs = None, {**kwargs, **form}
     if isinstance(form, EqualRows):
-        # This form is always causal, whatever `is_causal` of the module or of the arguments says.
+        # `EqualRows` are always causal, whatever `is_causal` of the module or of the arguments says.
         attend = partial(attend, module, position_ids=None, **{**kwargs, "is_causal": True})
         return attend_in_equal_rows(attend, query, key, value, form), None
     config: Any = module.config

@@ -17,8 +17,8 @@ from ..kernels import can_use_shortcut
 _MIN_SPARE = 128
 """The least number of spare places in new memory."""
 _SPARE_SHARE = 8
-"""New memory has at least one spare place for so many tokens."""
-# The stock methods, to detect whether they have been replaced.
+"""New memory has a spare place for every eight tokens or more."""
+# transformers' methods, to detect if other code replaced them.
 _UPDATES = {kind: kind.update for kind in (DynamicLayer, DynamicSlidingWindowLayer)}
 _CACHE_UPDATE = Cache.update
 
@@ -37,7 +37,7 @@ class _Memory:
             tensor[:, :, : self.length] = view
 
     def can_append(self, old: tuple[torch.Tensor, ...], length: int) -> bool:
-        """Return True if the views `old` end with the last token written, and `length` tokens have places."""
+        """Return True if the views `old` end with the last token written, and the memory has `length` places."""
         return (
             length <= self.tensors[0].shape[2]
             # A tensor that was made in inference mode cannot be written outside of it.

@@ -4,8 +4,8 @@ Several query heads may share a key/value head (Ainslie et al. 2023, arXiv 2305.
 layer normalizes each query and key head, without a weight, after rotation. Every fourth layer has neither rotation nor
 norm: it scales queries by a temperature that grows with their position (Nakanishi 2025, arXiv 2501.19399).
 
-The mask, or the form that takes its place, decides which keys a query sees (see `visibility` and `forms`). Attention
-itself is computed by a function of transformers' attention interface.
+The mask, or an object in its place, decides which keys a query sees (see `visibility` and `forms`). Attention itself is
+computed by a function of transformers' attention interface.
 
 Shapes: B batch, H heads, T or Q new tokens, K keys (cached and new), D head_dim.
 """
@@ -91,7 +91,7 @@ class Attention(nn.Module):
         Args:
             hidden_states: `[B, T, hidden_size]`.
             position_embeddings: cos and sin from `RotaryEmbedding`.
-            attention_mask: the form that `attention_masks` returned for this layer's type; None: causal attention.
+            attention_mask: what `attention_masks` returned for this layer's type; None: causal attention.
             position_ids: `[B or 1, T]`.
             past_key_values: KV cache that rotated keys and values are appended to.
             **kwargs: passed unchanged to the attention implementation.
@@ -132,6 +132,6 @@ class Attention(nn.Module):
 
     def _temperature(self, position_ids: torch.Tensor) -> torch.Tensor:
         # log1p(floor((position + 1) / floor_scale)) * attn_scale + 1: no effect below position floor_scale - 1.
-        # Padding may have negative positions. Their logarithm could be NaN, which a mask does not remove.
+        # Clamp: the logarithm of padding's negative positions could be NaN, which a mask does not remove.
         steps = torch.floor((position_ids.float() + 1.0) / self.config.floor_scale).clamp(min=0)
         return (torch.log1p(steps) * self.config.attn_scale + 1.0)[..., None, None]  # [B or 1, T, 1, 1]

@@ -1,4 +1,4 @@
-"""Lengths, padding, positions, packed segments and groups of a forward, each computed at most once.
+"""Lengths, padding, positions, packed segments and chunks of a forward, each computed at most once.
 
 The same tokens must give the same logits left-padded, packed or alone. So rotation, temperature and chunks depend on
 positions, which count a row's real tokens, and never on the index in a cache.
@@ -22,7 +22,7 @@ from .visibility import Rule, rules_of
 
 
 class fact:
-    """A property that is computed once. `functools.cached_property` takes a lock, which cannot be compiled."""
+    """A property that is computed once. `functools.cached_property` takes a lock, which torch cannot compile."""
 
     def __init__(self, work_out: Callable[[Any], Any]):
         self.work_out = work_out
@@ -41,8 +41,8 @@ class MaskInputs:
         inputs_embeds: `[B, Q, ...]`; only sizes, dtype and device are read.
         attention_mask: None, `[B, W]` with zeros on padding, a 4-D mask, or a dict of masks by type of layer.
         past_key_values: the cache, before the new tokens are written to it.
-        position_ids: `[B or 1, Q]` as the caller gave them; None: they follow from the padding. Rows in which they
-            restart are packed, unless there is a mask or a cached token.
+        position_ids: `[B or 1, Q]` as the caller gave them; None: they follow from the padding. If positions restart
+            within a row, the row is packed, unless there is a mask or a cached token.
         cu_seq_lens: `[S + 1]`, the index at which each packed sequence begins, and the end; only if the attention
             implementation gets it, too.
     """
@@ -78,7 +78,7 @@ class MaskInputs:
 
     @fact
     def query_offset(self) -> int | torch.Tensor:
-        """Return the index along the row of the first query: the number of cached tokens, a tensor if static."""
+        """Return the first query's index along the row, the number of cached tokens; a tensor for static caches."""
         length = cached_length(self.past_key_values)
         # Copy the number: the cache changes it in place before flex attention reads it.
         return length.clone().to(self.device) if isinstance(length, torch.Tensor) else length
@@ -97,9 +97,10 @@ class MaskInputs:
 
     @fact
     def reads_values(self) -> bool:
-        """Return True if values of masks and positions may be read to choose a form of attention.
+        """Return True if values of masks and positions may be read, to find out if a mask is needed.
 
-        A graph must be right for other values, too, and decode steps with a static cache need masks of one shape.
+        False in a traced graph, which must be right for other values, too, and in steps with a static cache, whose
+        masks must keep one shape.
         """
         if not self.is_flash and self.implementation != "sdpa":
             return False
@@ -132,7 +133,7 @@ class MaskInputs:
         """Return the positions of the new tokens, given or counted from each row's first real token, `[B or 1, Q]`.
 
         Padding has position 0 if the caller gave positions, or if the highest position decides the frequencies
-        (`dynamic` and `longrope` scaling). Otherwise it has transformers' positions, which question answering needs.
+        (`dynamic` and `longrope` scaling). Otherwise it has transformers' positions: question answering scores it, too.
         """
         positions = self.positions_at(self.query_index) if self.position_ids is None else self.position_ids
         rope_type = self.config.rope_parameters["rope_type"]

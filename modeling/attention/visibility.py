@@ -2,7 +2,7 @@
 
 A token sees another token of its row if both are real, both are in the same group, and the other is not later and, in
 sliding layers, less than W earlier. A group is a packed segment; in chunked layers it is a chunk of positions in a
-segment. All forms of attention apply this rule.
+segment. Masks, and what takes their place (`forms`), all apply this rule.
 
 Chunks depend on positions. A window counts indices along the row, padding included, as in transformers.
 
@@ -54,7 +54,7 @@ class Rule(NamedTuple):
             keys: indices of the keys along the row.
         """
         if groups is None and self.window is None:
-            # All keys are in row order. Mask functions that other libraries register may recognise this function.
+            # Plain causal attention, as keys are in row order: other libraries may recognise transformers' function.
             return causal_mask_function
         window = self.window
 

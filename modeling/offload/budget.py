@@ -1,4 +1,4 @@
-"""The memory budget of offloaded experts, and its division into slots."""
+"""The memory for offloaded experts, and its division into slots for experts."""
 
 from collections.abc import Mapping
 
@@ -6,12 +6,12 @@ import torch
 
 from ..moe import Experts
 
-# Default share of the available memory that experts may use.
+# Default share of the available memory that slots for experts may use.
 _SHARE_OF_AVAILABLE = 0.5
 
 
 def default_size(device: torch.device) -> int:
-    """Return the default bytes of the expert cache: half of the device's memory that is available now."""
+    """Return the default size in bytes of all slots: half of the device's memory that is available now."""
     import psutil
 
     if device.type == "cpu":
@@ -29,7 +29,7 @@ def bytes_of_expert(experts: Experts) -> int:
 def divide(layers: Mapping[str, Experts], budget: int) -> list[tuple[list[str], int]]:
     """Group layers whose experts have equal shapes and dtypes; return each group with its number of slots.
 
-    A group has at least one slot. The rest of `budget`, in bytes, is divided in proportion to the groups' sizes.
+    Each group gets one slot for an expert; the rest of `budget` (bytes) is shared in proportion to the groups' sizes.
 
     Raises:
         ValueError: the budget has no room for one expert of each group.

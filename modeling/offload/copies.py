@@ -7,10 +7,10 @@ import torch
 
 
 class Copies:
-    """Copies of matrices into slots, on an accelerator by a stream of their own.
+    """Copies matrices into slots; on an accelerator in a separate stream.
 
     A copy waits for earlier products with the slot, and later products wait for the copy. The first copy also waits
-    until the slots are allocated, and the allocator does not give their memory away during a copy.
+    until the slots are allocated, and the allocator does not reuse their memory during a copy.
 
     Args:
         device: device of the slots.
@@ -24,7 +24,7 @@ class Copies:
             self._stream.wait_stream(torch.accelerator.current_stream(device))
             for slots in memory:
                 slots.record_stream(self._stream)
-        # For each slot, by each stream with products that read it, an event after the last of these products.
+        # By slot, then by id of each stream whose products read the slot: an event after the last such product.
         self._ends: dict[int, dict[int, torch.Event]] = {}
 
     def record_use(self, slot: int) -> None:
@@ -34,7 +34,7 @@ class Copies:
             self._ends.setdefault(slot, {})[stream.stream_id] = stream.record_event()
 
     def start(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], slot: int) -> "_Copy":
-        """Begin to copy the parts of a matrix, pairs (target, source), into a slot."""
+        """Begin to copy a matrix into a slot; `pairs` are (target, source) of each of its tensors."""
         if self._stream is None:
             for target, source in pairs:
                 target.copy_(source)
@@ -49,7 +49,7 @@ class Copies:
 
 @dataclass
 class _Copy:
-    """A running copy, the `arrival` of an entry of `MatrixCache`: streams wait for the copy, the host does not."""
+    """A running copy, the `arrival` of an `Entry` of `MatrixCache`: streams wait for it, the host does not."""
 
     device: torch.device
     event: torch.Event | None

@@ -1,7 +1,7 @@
 """Routed experts whose matrices are on disk or in RAM, and the product of rows with an offloaded stack in training.
 
-A product requests one matrix at a time. The store has the matrix in a slot, or loads it into one. Rows are then
-multiplied as by a slice of a stack in memory, in the same order of sums.
+A product requests one matrix at a time. The store has the matrix in a slot of memory, or loads it into one. Rows are
+then multiplied as by one matrix of a stack in memory, with sums in the same order.
 
 Shapes: N rows, E experts, I columns in, O columns out.
 """
@@ -25,8 +25,8 @@ class OffloadedExperts(Experts):
     """The experts of one layer, whose matrices a `Store` loads.
 
     Products use the store. Parameters only give names, shapes, dtypes and the content for `save_pretrained`: each is a
-    memory map if a file has the whole stack in the model's dtype, else a meta tensor. `connect` makes them; before,
-    there are none that transformers would load.
+    memory map if a file has the whole stack in the model's dtype, else a meta tensor. `connect` makes them after
+    loading, so that transformers does not load them.
 
     Args:
         experts: the experts to replace, on the meta device, plain or packed.
@@ -42,7 +42,7 @@ class OffloadedExperts(Experts):
         # Set in `__dict__`, so that it does not become a submodule.
         self.__dict__["shapes"] = experts
         self.name, self.place, self.stored = name, place, stored
-        # Offloaded weights keep their dtype, so the format is fixed.
+        # Offloaded weights keep their dtype, on which their format depends.
         self._formats = experts.formats
         self.store: Store | None = None
 
@@ -72,7 +72,7 @@ class OffloadedExperts(Experts):
 
     @property
     def storage(self) -> str:
-        """The experts' place, for error messages."""
+        """The experts' place in words, for error messages."""
         return f"on {self.place!r}"
 
     @property
@@ -121,7 +121,7 @@ class OffloadedExperts(Experts):
 
     def stack(self, name: str) -> "OffloadedStack":
         """Return the matrices of a stack, for products; raise a `ValueError` if these experts are to be trained."""
-        # In eval mode nobody may ask for gradients: then a backward pass checks.
+        # In eval mode gradients may not be wanted: there only a backward pass checks.
         if self.training and torch.is_grad_enabled():
             self.check_frozen()
         return OffloadedStack(self, name, self._formats[name])
@@ -137,9 +137,9 @@ def offloaded_in(model: nn.Module) -> list[OffloadedExperts]:
 
 
 def freeze_for_training(prepare: Callable, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Call peft's function that freezes all weights and casts those in 16 bits.
+    """Call `prepare`, peft's function that freezes all weights of a model and casts those in 16 bits.
 
-    Offloaded experts, which cannot be cast, are frozen here; their parameters are hidden during the call.
+    Offloaded experts cannot be cast: they are frozen here, and their parameters are hidden during the call.
     """
     hidden = [(experts, dict(experts._parameters)) for experts in offloaded_in(model)]
     try:
@@ -167,8 +167,8 @@ class OffloadedStack(Stack):
     ) -> Generator[tuple[Parts, Group], None, None]:
         """Yield matrices as `Stack.parts_of`: on the device of the rows, or in RAM if the CPU multiplies the rows.
 
-        Forward passes read experts in ascending order, backward passes in descending order: the experts that were
-        used last are still in memory.
+        Forward passes read experts in ascending order, backward passes in descending order, to begin with the experts
+        that are still in memory.
 
         Raises:
             CheckpointError: a file has changed or cannot be read, or the model is closed.
@@ -184,7 +184,7 @@ class OffloadedStack(Stack):
     # Compilers cannot trace the reading of files.
     @torch.compiler.disable
     def multiply_sorted(self, x_NI: torch.Tensor, ends_E: torch.Tensor, transposed: bool) -> torch.Tensor:
-        """Multiply as `moe.multiply_sorted`, `[N, O]`."""
+        """Multiply rows as `moe.multiply_sorted`: `[N, I]` to `[N, O]`."""
         return _Product.apply(x_NI, self, ends_E, transposed)
 
     def matrices(self) -> "OffloadedStack":
@@ -199,7 +199,7 @@ class OffloadedStack(Stack):
 
 
 class _Product(torch.autograd.Function):
-    """The product of sorted rows with an offloaded stack, which is frozen: only the rows have a gradient.
+    """The product of rows, sorted by expert, with an offloaded stack, which is frozen: only rows have a gradient.
 
     The backward pass reads the matrices from the store again.
     """

@@ -1,8 +1,8 @@
-"""Loading of a model with offloaded experts, by `device_map={"experts": "disk"}`.
+"""Loads models with offloaded experts, by `device_map={"experts": "disk"}`.
 
 transformers and accelerate do not support such maps. So `take_request` removes the names of experts from the map, and
 `replace_with_offloaded` replaces these experts of the empty model by modules without weights. When everything else is
-loaded, `attach_stores` gives them their store. `checkpoints.loading` keeps the request in between.
+loaded, `attach_stores` gives them their store. `current_loading` keeps the request in between.
 """
 
 import os
@@ -30,14 +30,14 @@ ALL = "experts"
 
 @dataclass
 class OffloadRequest:
-    """A request to `from_pretrained`: devices by names of experts or by `ALL`; bytes of the cache, None by default."""
+    """The devices asked of `from_pretrained`, by names of experts or `ALL`, and bytes for slots; None: the default."""
 
     places: dict[str, Any]
     memory: int | None
 
 
 def take_request(kwargs: dict[str, Any]) -> OffloadRequest | None:
-    """Remove the names of experts and `experts_memory` from the arguments of `from_pretrained`, and return them.
+    """Remove experts' devices and `experts_memory` from the arguments of `from_pretrained`; return them, None if none.
 
     Raises:
         ValueError: an invalid memory size, or several processes.
@@ -55,7 +55,7 @@ def take_request(kwargs: dict[str, Any]) -> OffloadRequest | None:
         for name, device in device_map.items()
         if name == ALL or (name.endswith(f".{ALL}") and _is_place(device))
     }
-    # Copy the map: it is changed in place once the model is known.
+    # Copy the caller's map: `replace_with_offloaded` changes it in place.
     kwargs["device_map"] = {name: device for name, device in device_map.items() if name not in places}
     if not places:
         return None
@@ -75,7 +75,7 @@ def _is_place(device: Any) -> bool:
 
 
 def _rows_device(name: str, device_map: Mapping[str, Any]) -> torch.device:
-    """Return the device on which the layer of these experts, with this name in the model, computes."""
+    """Return the device on which the layer of the experts called `name` computes."""
     device = device_of(name.rpartition(".")[0], device_map)
     if device is None or _is_place(device):
         # accelerate moves the layer's weights to the first accelerator of the map.
@@ -84,13 +84,13 @@ def _rows_device(name: str, device_map: Mapping[str, Any]) -> torch.device:
 
 
 def replace_with_offloaded(model: nn.Module, files: list[str] | None, load_config: Any) -> None:
-    """Replace the requested experts of a model on the meta device, before its weights are read.
+    """Replace the experts to be offloaded in a model on the meta device, before its weights are read.
 
-    `files` is None if the weights are in a state dict. `load_config` has transformers' options of this loading; its
-    device map gets back the names of experts that are not offloaded.
+    `files` is None if the weights are in a state dict. `load_config` has transformers' options for loading; its device
+    map gets back the names of experts that are not offloaded.
 
     Raises:
-        ValueError: the files store scales of all experts as one tensor, experts are to be quantized while they are
+        ValueError: files have the scales of all experts in one tensor, the experts would be quantized while they are
             loaded, or the weights are not in safetensors files.
     """
     request = current_loading().offload
@@ -103,7 +103,7 @@ def replace_with_offloaded(model: nn.Module, files: list[str] | None, load_confi
     device_map = load_config.device_map
     chosen: dict[str, str] = {}
     for name, device in places.items():
-        # Experts on "cpu" whose layer also computes on the CPU are ordinary ones.
+        # Do not offload experts on "cpu" whose layer also computes on the CPU.
         stays = str(device) == "cpu" and _rows_device(name, device_map).type == "cpu"
         if stays or not _is_place(device) or name not in layers:
             device_map[name] = device
@@ -145,7 +145,7 @@ def replace_with_offloaded(model: nn.Module, files: list[str] | None, load_confi
     model._keys_to_ignore_on_load_unexpected = ignored
 
 
-# Leave inference mode: threads outside of that mode write to this memory.
+# Leave inference mode: the reading threads, which are not in it, write to the slots.
 @torch.inference_mode(False)
 def attach_stores(model: nn.Module) -> None:
     """Connect offloaded experts to their stores, once everything else is loaded."""
@@ -161,7 +161,7 @@ def attach_stores(model: nn.Module) -> None:
     for (place, device), group in groups.items():
         size = default_size(torch.device("cpu") if place == "disk" else device) if memory is None else memory
         if place == "disk":
-            # Experts of layers on several devices share this RAM, in proportion to their sizes.
+            # The RAM for slots is divided among the layers' devices, in proportion to their experts' bytes.
             size = size * sum(map(_nbytes, group)) // on_disk
         layers = {experts.name: experts.shapes for experts in group}
         store = Store(layers, {experts.name: experts.stored for experts in group}, place, device, size)
@@ -171,7 +171,7 @@ def attach_stores(model: nn.Module) -> None:
 
 
 def _devices_of_rows(device_map: Mapping[str, Any], offloaded: list[OffloadedExperts]) -> dict[str, Any]:
-    """Return the device map with the tokens' devices for offloaded experts.
+    """Return the device map in which offloaded experts have the device of their tokens.
 
     If the map said "disk" or "cpu" for them, accelerate, peft and Trainer would assume accelerate's hooks: they would
     add hooks again, estimate what fits, or refuse to train the model. Offloaded experts have no hooks.
@@ -179,7 +179,7 @@ def _devices_of_rows(device_map: Mapping[str, Any], offloaded: list[OffloadedExp
     experts = {layer.name: layer.device for layer in offloaded}
     others = {name: device for name, device in device_map.items() if name not in experts}
     if "disk" not in others.values() and len({torch.device(device) for device in others.values()}) <= 1:
-        # Use a torch.device: the string "cpu" means a module with hooks to these libraries.
+        # Use a torch.device: to these libraries the string "cpu" means a module with hooks.
         others = {name: torch.device(device) for name, device in others.items()}
     return {**others, **experts}
 
@@ -189,22 +189,22 @@ def _nbytes(experts: OffloadedExperts) -> int:
 
 
 class OffloadMixin(nn.Module):
-    """A mixin for models that may have experts on disk or in RAM: statistics, closing, and checks before saving."""
+    """A mixin for models that may have offloaded experts: statistics, closing, and checks before saving."""
 
     def _stores(self) -> list[Store]:
         return list(dict.fromkeys(experts.store for experts in offloaded_in(self) if experts.store))
 
     def load_adapter(self, *args: Any, **kwargs: Any) -> Any:
         """Load an adapter as `PreTrainedModel.load_adapter`."""
-        # `from_pretrained` of an adapter's folder loads the adapter before ours attaches the stores.
+        # Given an adapter's folder, `from_pretrained` loads the adapter before it would attach the stores.
         attach_stores(self)
         return super().load_adapter(*args, **kwargs)  # type: ignore[misc]
 
     def experts_statistics(self, reset: bool = False) -> dict[str, dict[str, int]]:
         """Return the hits, misses and bytes read of each layer whose experts are on disk or in RAM.
 
-        An expert counts once for each forward or backward pass that needs it: as a hit if it was in the expert cache,
-        otherwise as a miss. "bytes_read" counts bytes from files, or from RAM to the accelerator.
+        An expert counts once for each forward or backward pass that needs it: as a hit if it was in the cache that
+        `experts_memory` sets, else as a miss. "bytes_read" counts bytes from files, or from RAM to the accelerator.
 
         Args:
             reset: restart all counts from 0.
@@ -215,7 +215,7 @@ class OffloadMixin(nn.Module):
         return {name: counts for store in self._stores() for name, counts in store.statistics(reset).items()}
 
     def check_saving(self) -> None:
-        """Raise an error if no file has the whole stacks of offloaded experts, or a file of them has changed."""
+        """Raise an error if no file has the whole stacks of offloaded experts, or one of their files has changed."""
         for experts in offloaded_in(self):
             if any(tensor.is_meta for tensor in [*experts.parameters(), *experts.buffers()]):
                 raise ValueError(
@@ -227,9 +227,9 @@ class OffloadMixin(nn.Module):
             store.reader.check()
 
     def close(self) -> None:
-        """Close the files and end the threads of offloaded experts: the model can compute nothing more.
+        """Close the files and end the threads of offloaded experts; the model cannot be used any more.
 
-        A model that is garbage-collected is closed, too. Without offloaded experts this does nothing.
+        Garbage collection of a model closes it, too. Without offloaded experts this does nothing.
         """
         for store in self._stores():
             store.close()

@@ -1,4 +1,4 @@
-"""The expert cache: which matrix is in which slot, and which matrix is evicted; for one thread at a time.
+"""The cache of experts: which matrix is in which slot of memory, and which is evicted; for one thread at a time.
 
 A matrix is *pinned* while a product uses it. Matrices that are pinned or being loaded are not evicted.
 """
@@ -20,10 +20,10 @@ class Entry:
     Attributes:
         key: key of the matrix.
         slot: number of the slot.
-        parts: parts of the matrix in its format, in the slot.
+        parts: the tensors in the slot, such as codes and scales, that hold the matrix.
         arrival: the load (`reading.Reading` or a copy). `done()`: no thread writes to the slot any more; `failed()`:
             done, but with an error; `result()` waits until the matrix is loaded, or raises the error.
-        is_counted: the statistics have counted the load as a miss; uses that follow are hits.
+        is_counted: True once statistics have counted the load as a miss; later uses are hits.
     """
 
     key: Key
@@ -41,12 +41,12 @@ class Pins(deque):
 
 @dataclass
 class _Use:
-    """The uses of a matrix. A visit is a run of requests by one layer; a matrix is used once a visit at most.
+    """The uses of a matrix. A visit is a series of requests by one layer, and counts at most as one use of a matrix.
 
     Attributes:
         count: number of uses until `time`, with exponential decay.
-        time: time of the last use; each use of any matrix advances time by one.
-        visit: number of the visit with the last use.
+        time: time of the last use, where each use of any matrix advances time by one.
+        visit: number of the visit in which the last use was.
     """
 
     count: float = 0.0
@@ -57,15 +57,15 @@ class _Use:
 class MatrixCache:
     """The table of slots for matrices of one size; the matrix that is used least often is evicted.
 
-    Uses are counted with decay: a count is halved after four times as many uses as matrices were ever requested. Counts
+    Uses are counted with decay: with n matrices ever requested, a count is halved every 4n uses of any matrix. Counts
     of evicted matrices are kept. Routers prefer some experts in all texts and some within a text, and often choose the
     same ones for the next token. So two kinds of matrices are kept even if their counts are the lowest:
 
     * those of the previous forward pass, if they need at most half of the slots;
-    * those that the current layer has requested; if no others can be evicted, the least recently used of them is.
+    * those that the current layer has requested.
 
-    In training the matrix that was used least recently is evicted: backward passes request matrices in reverse order,
-    so it is needed last.
+    If no others can be evicted, the least recently used one is; in training always, since backward passes request
+    matrices in reverse order, and so need that one last.
     """
 
     def __init__(self, slots: int):
@@ -95,7 +95,7 @@ class MatrixCache:
         self._trains = self._has_backward = True
 
     def pins(self) -> Pins:
-        """Return an empty list of pinned entries, for one call."""
+        """Return an empty list, in which one call pins its entries."""
         pins = Pins()
         self._pins.add(pins)
         return pins
@@ -138,7 +138,7 @@ class MatrixCache:
                 self._trains, self._has_backward = self._has_backward, False
             self._layer = layer
         use = self._uses.setdefault(key, _Use())
-        # A matrix that is loaded ahead and then requested is used once.
+        # Loading a matrix ahead and then requesting it count as one use.
         if use.visit != self._visit:
             self._time += 1
             use.count = use.count * 2 ** ((use.time - self._time) / self._half_life) + 1
@@ -154,8 +154,8 @@ class MatrixCache:
     def _victim(self) -> Entry | None:
         """Choose the matrix to evict; None if all are pinned or being loaded."""
         pinned = self._pinned()
-        # Number of recent uses whose matrices are kept: those of the previous forward pass. The current one may be a
-        # long prompt.
+        # Keep the matrices of so many recent uses: as many as the previous forward pass had, since the current one may
+        # be a long prompt.
         kept = self._pass_uses if 2 * self._pass_uses <= len(self._entries) else 0
 
         def can_go(entry: Entry) -> bool:

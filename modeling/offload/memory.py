@@ -1,8 +1,8 @@
 """Memory for experts: pinned for accelerators, or aligned to disk blocks, so that drives write to it directly.
 
 In its slot a matrix begins at the same offset within a block as in its file. So whole blocks of the file, including the
-bytes around the matrix, can be read directly into the slot. The matrix also has the alignment that it would have in a
-memory map of the file; with another alignment products may differ in their last bits.
+bytes around the matrix, can be read directly into the slot. The matrix also has the alignment of a memory map of the
+file, which matters as products may differ in their last bits with another alignment.
 """
 
 import logging
@@ -16,25 +16,25 @@ import torch
 logger = logging.getLogger("llamoe")
 
 BLOCK = 4096
-"""Direct reads begin and end at multiples of this, in the file and in memory."""
+"""Bytes: direct reads begin and end at multiples of this in file and memory."""
 ALIGNMENT = 64
 """Bytes to which torch aligns memory."""
 LEAST_BYTES_OF_DIRECT = 1 << 20
-"""Matrices of fewer bytes are not read directly: the rest of their blocks would be a large share."""
+"""Smaller matrices are not read directly: most of the bytes read might be those around them."""
 _HUGE_PAGE = 2 << 20
 
 
 def slots_of(count: int, size: int, device: torch.device, is_pinned: bool) -> torch.Tensor:
-    """Allocate slots for `count` matrices of `size` bytes, `[count, bytes]`.
+    """Allocate slots for `count` matrices of `size` bytes, `[count, bytes]` uint8.
 
-    A slot has one unit (`unit_of`) more than the matrix needs: room for any offset within a unit.
+    A slot is one unit (`unit_of`) longer than the matrix, which may begin anywhere in the first unit.
     """
     unit = unit_of(size)
     row = -(-size // unit) * unit + unit
     if is_pinned:
         return pinned(count * row).view(count, row)
     if device.type != "cpu":
-        # An accelerator's allocator aligns memory sufficiently, and files are not read into it directly.
+        # An accelerator's allocator aligns sufficiently, as files are not read directly into its memory.
         return torch.empty(count, row, dtype=torch.uint8, device=device)
     return torch.frombuffer(pages(count * row), dtype=torch.uint8, count=count * row).view(count, row)
 
@@ -42,12 +42,12 @@ def slots_of(count: int, size: int, device: torch.device, is_pinned: bool) -> to
 def pinned(size: int) -> torch.Tensor:
     """Allocate pinned memory of `size` bytes, beginning at a page.
 
-    torch rounds sizes of pinned memory up to powers of two, so that up to half of it is unused. Here CUDA pins pages
-    that exist already, as many as needed.
+    torch rounds sizes of pinned memory up to powers of two, so that up to half of it is unused. So the pages are mapped
+    here, as many as needed, and CUDA pins them.
     """
     if torch.version.cuda is None or not size:
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)
-    # Map shared pages: a fork would duplicate private ones, and the accelerator might use the wrong copy.
+    # Map shared pages: a fork would duplicate private ones, and the accelerator might use the fork's.
     memory = _Pinned(-1, size)
     tensor = torch.frombuffer(memory, dtype=torch.uint8, count=size)
     cudart: Any = torch.cuda.cudart()
@@ -61,7 +61,7 @@ def pinned(size: int) -> torch.Tensor:
 
 
 class _Pinned(mmap.mmap):
-    """Pages that CUDA has pinned; they are unpinned before they are freed."""
+    """Memory pages that CUDA has pinned; they are unpinned before they are freed."""
 
     address: int | None = None
 
@@ -85,18 +85,18 @@ def pages(size: int) -> memoryview:
 
     Large memory has huge pages if possible: drives write to them almost twice as fast.
     """
-    # Private memory: a forked process must not see what this one reads into a slot later.
+    # Private memory: forked processes must not see what this one later reads into it.
     memory = mmap.mmap(-1, size + _HUGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     first = -torch.frombuffer(memory, dtype=torch.uint8, count=1).data_ptr() % _HUGE_PAGE
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        # Systems without huge pages raise an error. Request only whole ones, so that none is mostly unused.
+        # Systems without huge pages raise an error. Request only whole huge pages, to leave none mostly unused.
         with suppress(OSError):
             memory.madvise(mmap.MADV_HUGEPAGE, first, size // _HUGE_PAGE * _HUGE_PAGE)
     return memoryview(memory)[first : first + size]
 
 
 def open_direct(path: str) -> int | None:
-    """Open a file for direct reads, without the page cache; return None if the system or file system has none."""
+    """Open a file for reads that bypass the page cache; return None if system or file system do not support them."""
     if not hasattr(os, "O_DIRECT"):
         return None
     try:

@@ -2,12 +2,12 @@
 
 A file stores experts in one of three ways:
 
-* all experts of a stack in one tensor, or, if they are packed, in a tensor for each part of the format;
-* each expert's gate, up and down in tensors of their own, `[out, in]`;
+* all experts of a stack in one tensor, or, if packed, in one for each part of the format, such as codes and scales;
+* each expert's gate, up and down matrices in three tensors, `[out, in]`;
 * these matrices as linear layers that bitsandbytes or another program has packed.
 
-Pieces of the first two are at most transposed or cast when they are read. The third is read whole, and converted to the
-parts in memory (`Unpack`).
+In the first two ways, pieces are at most transposed or cast when they are read. In the third, an expert's tensors are
+all read, and then converted to the parts in memory (`Unpack`).
 """
 
 import math
@@ -38,13 +38,13 @@ class Piece(NamedTuple):
     """A tensor or slice of a tensor in a file, and its place in the memory of one matrix.
 
     Attributes:
-        path: of the file.
+        path: path of the file.
         begin: index of the first byte in the file.
-        shape: in the file.
-        dtype: in the file.
-        part: index of the part of the matrix that the piece belongs to.
+        shape: the piece's shape in the file.
+        dtype: its dtype in the file.
+        part: index of the part of the matrix (as codes or scales) that the piece belongs to.
         rows: rows of the part, as `[out, in]`, that the piece fills; None: the whole part, in the layout of memory.
-        is_kept: memory holds the bytes as the file does, at a multiple of the dtype's size.
+        is_kept: bytes are the same in memory and file, where they begin at a multiple of the dtype's size.
     """
 
     path: str
@@ -57,7 +57,7 @@ class Piece(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes in the file."""
+        """The piece's bytes in the file."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -65,10 +65,10 @@ class StoredLayer(NamedTuple):
     """The location of one layer's experts.
 
     Attributes:
-        pieces: for each stack, the pieces of each expert; with `unpack`, those of the tensors to convert.
-        whole: for each part of a stack that a file has as one tensor in the model's dtype, by its name below the
-            experts, the file and the tensor's name.
-        files: the stamps of all files of the checkpoint, from before their headers were read.
+        pieces: for each stack, the pieces of each expert; with `unpack`, a piece for each tensor to convert.
+        whole: the file and name of each tensor that is a whole part of a stack in the model's dtype, by the part's name
+            below the experts.
+        files: stamps (size, time, inode) of the checkpoint's files, taken before their headers were read.
         unpack: for each stack of packed linear layers, the conversion of an expert's tensors to parts.
     """
 
@@ -82,9 +82,9 @@ class Unpack(NamedTuple):
     """Converts tensors of packed linear layers to the parts of one expert's matrix.
 
     Attributes:
-        experts: experts with the format of the parts, on the meta device.
+        experts: experts in the target format, on the meta device.
         stack: name of the stack.
-        layout: layout of the tensors.
+        layout: layout of the packed tensors.
         kinds: for each expert and each of its linear layers, gate before up, the kinds of its tensors ("qweight",
             "scales" …) in the order in which they are read.
     """
@@ -112,7 +112,7 @@ def find_packed_pieces(
     Args:
         layers: by their names in the model, experts on the meta device as they will be in memory.
         files: all safetensors files of the checkpoint.
-        matrices: the packed tensors.
+        matrices: the packed tensors, by stack, linear layer and kind.
         layout: layout of the packed tensors.
 
     Raises:
@@ -142,10 +142,10 @@ def _packed_linears(
     """Return the location of experts whose matrices are packed linear layers.
 
     Args:
-        experts: on the meta device, as they will be in memory.
+        experts: experts on the meta device, as they will be in memory.
         stacks: for each stack and expert, the linear layers, gate before up, with their tensors by kind.
-        layout: of these tensors.
-        stamps: of the files.
+        layout: layout of these tensors.
+        stamps: stamps of the files, by path.
     """
     pieces, unpack = {}, {}
     for stack, of_experts in stacks.items():
@@ -171,7 +171,7 @@ def find_pieces(
     Args:
         layers: by their names in the model, experts on the meta device with the shapes and dtypes of the model.
         files: all safetensors files of the checkpoint.
-        names: gives the names that a file's key may have in the model.
+        names: maps a file's key to the names that it may have in the model.
 
     Raises:
         CheckpointError: an expert is missing, stored twice, or has another shape or an unknown dtype.

@@ -1,7 +1,7 @@
-"""Threads that read experts from files in large requests, directly into the experts' slots.
+"""Threads that read experts from files in large requests, directly into the experts' slots of memory.
 
 A file is opened once. After each request the reader checks that the path still refers to the opened file, with the same
-size and modification time. So an expert is never put together from two versions of a file.
+size and modification time. So an expert never has bytes of two versions of a file.
 """
 
 import os
@@ -19,7 +19,7 @@ from .memory import BLOCK, LEAST_BYTES_OF_DIRECT, open_direct, pages
 from .pieces import Piece, StoredLayer
 
 _THREADS = 8
-# Bytes of one request: large enough for a drive's full speed, small enough that several threads share an expert.
+# Bytes of one request: large enough for a drive's full speed, small enough that several threads read one expert.
 _REQUEST_BYTES = 4 << 20
 
 
@@ -34,13 +34,13 @@ class _File:
         if hasattr(os, "posix_fadvise"):
             # Disable read-ahead: the bytes around an expert are not needed.
             os.posix_fadvise(self.file, 0, 0, os.POSIX_FADV_RANDOM)
-        # A second descriptor, for reads without the page cache; None if they are not used or not supported.
+        # A second descriptor, for reads that bypass the page cache; None if these are not used or not supported.
         self.direct = open_direct(path) if is_direct else None
         if self.direct is not None:
             weakref.finalize(self, os.close, self.direct)
 
     def check(self, what: str) -> None:
-        """Raise a `CheckpointError` that names `what` if the path refers to another file, or the file has changed."""
+        """Raise a `CheckpointError` if the path refers to another file, or the file has changed; `what` is needed."""
         try:
             now = stamp_of(os.stat(self.path))
         except OSError:
@@ -51,10 +51,10 @@ class _File:
             )
 
     def fill(self, memory: memoryview, begin: int, needed: int, what: str) -> int:
-        """Read at least `needed` bytes from byte `begin` of the file on, and return the number of bytes read."""
+        """Read at least `needed` bytes of the file, from byte `begin` on; return the number of bytes read."""
         got = 0
         while got < needed:
-            # Direct reads begin at whole blocks. If one ends within a block, buffered reads continue.
+            # Direct reads must begin at a block. After one that ended within a block, read through the page cache.
             is_direct = self.direct is not None and got % BLOCK == 0
             try:
                 count = os.preadv(self.direct if is_direct else self.file, [memory[got:]], begin + got)
@@ -79,7 +79,7 @@ class Reader:
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="llamoe-experts")
 
     def open(self, layers: Mapping[str, StoredLayer]) -> None:
-        """Open the files of layers; raise a `CheckpointError` if a file has changed since its header was read."""
+        """Open the files of these layers; raise a `CheckpointError` if one has changed since its header was read."""
         for layer in layers.values():
             pieces = [piece for stack in layer.pieces.values() for matrix in stack for piece in matrix]
             is_direct = max(piece.nbytes for piece in pieces) >= LEAST_BYTES_OF_DIRECT
@@ -98,13 +98,13 @@ class Reader:
             file.check("the model")
 
     def start(self, tasks: Iterable[Callable[[], None]]) -> "Reading":
-        """Begin to run tasks, calls of `read` or `unpack`, in the threads."""
+        """Begin to run tasks, which are calls of `read` or `unpack`, in the threads."""
         jobs: list[Future] = []
         try:
             for task in tasks:
                 jobs.append(self._pool.submit(task))
         except BaseException:
-            # Wait for all threads: the caller may now use the memory for another matrix.
+            # Wait for all threads, as the caller may then use the memory for another matrix.
             for job in jobs:
                 if not job.cancel():
                     job.exception()
@@ -120,14 +120,14 @@ class Reader:
         what: str,
         count: Callable[[int], None],
     ) -> None:
-        """Read tensors, convert them to parts, and copy these into `targets`; other arguments as for `read`."""
+        """Read tensors, convert them to parts, and copy these into `targets`; `what` and `count` are as in `read`."""
         tensors = [torch.empty(piece.shape, dtype=piece.dtype) for piece in pieces]
         for piece, tensor in zip(pieces, tensors, strict=True):
             self.read(piece.path, what, count, piece.begin, piece.nbytes, tensor, piece.dtype)
         try:
             parts = convert(tensors)
         except Exception as error:
-            # Name the expert: tensors of wrong shapes raise errors of torch.
+            # Name the expert: torch's errors for tensors of wrong shapes do not.
             raise CheckpointError(f"{pieces[0].path}: {what} cannot be unpacked: {error}") from error
         for target, part in zip(targets, parts, strict=True):
             target.copy_(part)
@@ -145,14 +145,14 @@ class Reader:
         """Read a part of a file into a tensor.
 
         Args:
-            path: of the file.
+            path: path of the file.
             what: name of the expert, for error messages.
             count: called with the number of bytes read.
             begin: first byte in the file.
             size: number of bytes.
-            target: for numbers of `dtype`, a tensor of as many numbers, maybe of another dtype. Otherwise bytes, with
-                room for whole disk blocks.
-            dtype: of the numbers in the file; None to read bytes directly into the target.
+            target: with a `dtype`, a tensor of as many elements, maybe of another dtype; without one, bytes, with room
+                for whole disk blocks.
+            dtype: dtype of the elements in the file; None to read bytes directly into the target.
         """
         file = self.files[path]
         block = 1 if file.direct is None else BLOCK
@@ -170,34 +170,34 @@ class Reader:
         count(got)
 
     def _buffer(self, size: int) -> memoryview:
-        """Return the first `size` bytes of this thread's buffer, which begins at a page."""
+        """Return the first `size` bytes of this thread's buffer, which begins at a memory page."""
         buffer = getattr(self._buffers, "memory", None)
         if buffer is None or len(buffer) < size:
             self._buffers.memory = buffer = pages(max(size, _REQUEST_BYTES + 2 * BLOCK))
         return buffer[:size]
 
     def end_threads(self, is_waiting: bool = True) -> None:
-        """End the threads, and wait for that unless `is_waiting` is False; nothing can be read any more."""
+        """End the threads, and wait for their end if `is_waiting`; nothing can be read any more."""
         self._pool.shutdown(wait=is_waiting, cancel_futures=True)
 
     def close(self, is_waiting: bool = True) -> None:
         """End the threads; a file is closed when the last thread that reads it has ended.
 
-        The garbage collector must not wait: it may run in a thread that is just starting, and `join` needs locks that
-        such a thread holds.
+        The garbage collector must not wait for threads: it may run in one that is just starting, which holds locks that
+        `join` needs.
         """
         self.end_threads(is_waiting)
         self.files = {}
 
 
 def requests(piece: Piece, target: torch.Tensor, blocks: torch.Tensor | None) -> Iterator[tuple]:
-    """Yield the last four arguments of `Reader.read` for each request of a piece.
+    """Yield `begin`, `size`, `target` and `dtype` of `Reader.read` for each request for a piece of a file.
 
     Args:
-        piece: what is to be read.
+        piece: the piece to read.
         target: a tensor of the piece's shape.
-        blocks: memory of whole disk blocks that contains the target, at the same offset within a block as in the file;
-            its other bytes may be overwritten. None: read whole rows.
+        blocks: memory of whole disk blocks around the target, which is at the same offset within a block as in the
+            file; its other bytes may be overwritten. None: read whole rows of the target.
     """
     if blocks is not None:
         around = piece.begin % BLOCK
@@ -212,23 +212,23 @@ def requests(piece: Piece, target: torch.Tensor, blocks: torch.Tensor | None) ->
 
 
 class Reading:
-    """A matrix that is being read by several threads; the `arrival` of an entry of `MatrixCache`."""
+    """A matrix that several threads are reading; the `arrival` of an `Entry` of `MatrixCache`."""
 
     def __init__(self, jobs: list[Future]):
         self._jobs = jobs
 
     def done(self) -> bool:
-        """Return True if no thread reads any more."""
+        """Return True if no thread reads this matrix any more."""
         return all(job.done() for job in self._jobs)
 
     def failed(self) -> bool:
-        """Return True if no thread reads any more and a read failed."""
+        """Return True if no thread reads this matrix any more, and a read failed."""
         return self.done() and any(job.cancelled() or job.exception() for job in self._jobs)
 
     def result(self) -> None:
-        """Wait for all threads, then raise the first error.
+        """Wait until no thread reads this matrix any more, then raise the first error.
 
-        Also after an error all threads must end first: memory that a thread still writes to cannot be used again.
+        After an error wait, too: the memory can be used again only when no thread writes to it.
         """
         first: BaseException | None = None
         for job in self._jobs:
@@ -243,7 +243,7 @@ class Reading:
 
 
 def closed_error() -> CheckpointError:
-    """Return the error for the use of a closed model."""
+    """Return the error that is raised if a closed model is used."""
     return CheckpointError(
         "The model was closed by model.close(), and so were the files of its experts. Load it again."
     )

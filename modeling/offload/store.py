@@ -1,12 +1,12 @@
 """The store of a model's offloaded experts: slots for their matrices, and loading into these slots.
 
 Experts on disk are read into slots in RAM. If the tokens are on an accelerator, a matrix is then copied there for one
-product, or the CPU multiplies its rows. Experts in RAM are copied into slots on the accelerator, or the CPU multiplies
-their rows.
+product, or, if its rows are few, the CPU multiplies them. Experts in RAM are copied into slots on the accelerator, or
+the CPU multiplies their rows.
 
-Threads share a store. A thread waits for a slot only while it has no matrix of the same stack pinned, so that some
-thread can always continue. Loads that an interrupt leaves behind still complete, and the next forward pass uses them.
-`with lock:` acquires a lock in C, so an interrupt cannot come between acquiring it and entering the block.
+Threads share a store. A thread waits for a slot only while it has pinned (keeps from eviction) no matrix of the same
+stack, so that some thread can always continue. Loads that run at an interrupt complete, and the next forward pass uses
+them. `with lock:` acquires a lock in C, so an interrupt cannot come between acquiring it and entering the block.
 """
 
 import threading
@@ -28,10 +28,10 @@ from .memory import BLOCK, pinned, slots_of, unit_of
 from .pieces import StoredLayer
 from .reading import Reader, Reading, closed_error, requests
 
-# Most matrices that are pinned at once: one in its product, and those that are loaded ahead.
+# Most matrices of a call that are kept from eviction at once: one in its product, and those that are loaded ahead.
 _LOOK_AHEAD = 8
-# Most rows of an expert that the CPU multiplies for tokens on an accelerator: it reads a matrix in RAM faster than the
-# matrix could be copied. Calculated, not measured.
+# Most rows of an expert that the CPU multiplies if tokens are on an accelerator: it reads a matrix in less time than
+# copying the matrix there would take. Calculated, not measured.
 _MAX_ROWS_IN_RAM = 4
 _NO_COUNTS = {"hits": 0, "misses": 0, "bytes_read": 0}
 
@@ -41,7 +41,7 @@ class _Slots:
 
     Attributes:
         cache: which matrix is in which slot.
-        shapes: for each part of a matrix, a meta tensor with its shape and dtype.
+        shapes: for each part of a matrix (such as codes and scales), a meta tensor with its shape and dtype.
         memory: for each part, the memory of all slots, `[slots, bytes]`.
         copies: copies from RAM to an accelerator; None if matrices are read from disk.
     """
@@ -54,9 +54,9 @@ class _Slots:
         self.copies = Copies(device, self.memory) if place == "cpu" else None
 
     def parts(self, slot: int, begins: Mapping[int, int]) -> list[torch.Tensor]:
-        """Return the parts of a slot's matrix, each at the same offset within an alignment unit as in its file.
+        """Return the tensors of a slot's matrix, each at the same offset within an alignment unit as in its file.
 
-        `begins` has the first byte in the file for each part's index; without one, a part begins at the slot's start.
+        `begins` has, by the tensor's index, its first byte in the file; one that is missing begins at the slot's start.
         """
         parts = []
         for part, (memory, shape) in enumerate(zip(self.memory, self.shapes, strict=True)):
@@ -126,14 +126,14 @@ class Store:
     def walk(
         self, layer: str, stack: str, hit: Mapping[int, int], transposed: bool = False
     ) -> Iterator[Parts]:
-        """Yield the parts of each hit expert's matrix; they stay valid until the next iteration.
+        """Yield the parts of the matrix of each expert in `hit`, in its order; valid until the next iteration.
 
-        If the tokens are on an accelerator, matrices with few rows are yielded in RAM: the CPU multiplies them.
+        If the tokens are on an accelerator, matrices with few rows are yielded in RAM, where the CPU multiplies them.
 
         Args:
             layer: name of the layer's experts.
             stack: name of the stack.
-            hit: experts with rows, and their numbers of rows.
+            hit: number of rows of each expert that has rows.
             transposed: True in a backward pass.
 
         Raises:
@@ -144,7 +144,7 @@ class Store:
                 yield from self._walk(layer, stack, hit, transposed)
                 return
         except Exception:
-            # Another thread may have closed the model; the error then follows from that.
+            # If another thread has closed the model, raise that error instead.
             if self._end.alive:
                 raise
         raise closed_error()
@@ -154,8 +154,8 @@ class Store:
         if transposed:
             with self._lock:
                 slots.cache.begin_backward()
-        # The same experts' matrices of the stack that follows are loaded ahead, but at most as many as there are slots:
-        # more would evict the first ones before they are used.
+        # Load ahead the same experts' matrices of the next stack, but at most as many as there are slots: more would
+        # evict the first ones before they are used.
         ahead = list(hit)[: slots.count] if stack != later and self.place == "disk" else []
         self._prefetch(layer, later, ahead[:1])
         computed = self._computed_in_ram(layer, slots, hit) if self.place == "cpu" else {}
@@ -176,7 +176,7 @@ class Store:
                 yield parts
 
     def _prefetch(self, layer: str, stack: str, experts: Sequence[int], is_counted: bool = False) -> None:
-        """Begin to load matrices while slots are free; `is_counted`: they were counted as misses already."""
+        """Begin to load matrices while slots are free; `is_counted`: statistics have counted them as misses."""
         for expert in experts:
             with self._lock:
                 entry = self._request(self.slots[layer, stack], (layer, expert))
@@ -185,7 +185,7 @@ class Store:
                 entry.is_counted |= is_counted
 
     def _computed_in_ram(self, layer: str, slots: _Slots, hit: Mapping[int, int]) -> dict[int, Parts]:
-        """Return the parts, in RAM, of the matrices whose rows the CPU multiplies: few rows, and not in a slot."""
+        """Return the parts in RAM of matrices whose rows the CPU multiplies, as they are few, and not in a slot."""
         computed = {}
         for expert, num_rows in hit.items():
             if (layer, expert) not in slots.cache and num_rows <= _MAX_ROWS_IN_RAM:
@@ -195,7 +195,7 @@ class Store:
         return computed
 
     def _load(self, slots: _Slots, keys: Sequence[Key]) -> Iterator[Parts]:
-        """Yield the parts of matrices, each pinned until the next iteration, while the following ones are loaded."""
+        """Yield the parts of matrices, each kept from eviction until the next, while following ones are loaded."""
         waiting = deque(keys)
         with self._lock:
             pins = slots.cache.pins()
@@ -241,13 +241,13 @@ class Store:
                 raise
         return entry
 
-    # Leave inference mode: threads outside of that mode write to these tensors.
+    # Leave inference mode: the reading threads, outside of it, write to these tensors.
     @torch.inference_mode(False)
     def _start(self, slots: _Slots, entry: Entry) -> None:
         """Begin to load a matrix into its slot."""
         layer, expert = entry.key
         if slots.copies:
-            # An accelerator needs no offsets as in the file: a model in its memory is not a memory map either.
+            # No offsets as in the file: those serve direct reads and equality with memory maps, both of the CPU.
             entry.parts = slots.parts(entry.slot, {})
             sources = [part[expert] for part in self._in_ram[layer, slots.stack]]
             self._count(layer, bytes_read=sum(source.nbytes for source in sources))
@@ -285,7 +285,7 @@ class Store:
     ) -> Reading:
         """Begin to read an expert's matrix into its parts.
 
-        `blocks` has, by a part's index, memory of whole disk blocks that contains the part, for parts that are read so.
+        `blocks` has, by index of each part that is read directly, the memory of whole disk blocks that contains it.
         """
         reader, stored = self.reader, self.stored[layer]
         pieces = stored.pieces[stack][expert]
