@@ -190,7 +190,7 @@ def as_text_model(dense: Checkpoint, mixture: Mixture | None = None) -> Checkpoi
         attention_chunk_size=None,
         use_qk_norm=False,
         attn_temperature_tuning=False,
-        # Without mixture layers no expert is chosen.
+        # Without effect if there are no mixture layers.
         num_local_experts=1,
         num_experts_per_tok=1,
     )

@@ -230,8 +230,8 @@ def llama4_table(config: LlamoeBaseConfig, to_write: bool = False) -> Table:
 
     The table for writing has the names of the releases, the table for reading both sets of names.
     """
-    # The releases have this name of a norm in layers with experts, and that in `_LLAMA4_RELEASE` in dense layers. Of
-    # several rows that fit a name, the first is taken.
+    # In the releases this norm is named so in layers with experts, and as in `_LLAMA4_RELEASE` in dense layers. If
+    # several rows fit a name, the first is taken.
     norm = "feed_forward.norm.weight", "post_attention_layernorm.weight"
     if to_write:
         mixtures = config.get_text_config().moe_layers

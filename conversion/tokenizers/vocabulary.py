@@ -118,7 +118,7 @@ class Vocabulary:
     Attributes:
         files: the decoder's small files by name, with the extended tokenizer.
         ids: the tokens for pictures and messages, and their ids.
-        known: number of tokens before.
+        known: number of tokens before the extension.
         rows: number of rows that the embedding needs now.
         pad_token_id: id of the padding token.
         notes: sentences for the user about the changes.

@@ -160,7 +160,7 @@ def verify(
 
     Args:
         a: a folder or file that `open_checkpoint` reads, or its result.
-        b: another one.
+        b: the checkpoint to compare it with.
         tokens: number of random tokens in a row; no more than both models accept are drawn.
         rows: number of rows.
         seed: random seed of tokens and pictures.
