@@ -191,7 +191,7 @@ def test_sizes_that_a_compiler_leaves_open(experts, on_a_gpu):
 @torch.no_grad()
 @pytest.mark.parametrize("trace", ["jit", "export", "fake"])
 def test_tracers(trace, experts, on_a_gpu, launches):
-    """No kernel is launched while they trace, and only programs for a fixed number of rows use checked kernels."""
+    """Tracing launches no kernel, and only traced programs for a fixed number of rows use checked kernels."""
     inputs, weights = make_rows(experts, 5, 1), dict(experts.named_parameters())
 
     def call(*inputs):

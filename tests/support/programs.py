@@ -132,7 +132,7 @@ def _execute(arguments, output, errors, cwd, env):
     # which are shared with the server until they are written to. The thresholds are those of the tests.
     gc.freeze()
     gc.set_threshold(20_000, 10, 10)
-    # A forked process has none of its parent's threads.
+    # A forked process lacks its parent's threads, so torch must not use them.
     torch.set_num_threads(1)
     sys.path[:0] = filter(None, env.get("PYTHONPATH", "").split(os.pathsep))
     match arguments:

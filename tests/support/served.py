@@ -55,7 +55,7 @@ class Server:
             environment(self.folder),
         )
         for _ in range(1200):
-            # An open port is not enough: another process may use it since it was found to be free.
+            # An open port is not enough: another process may have taken it since it was found to be free.
             with suppress(OSError, HTTPException):
                 client = HTTPConnection("localhost", self.port, timeout=10)
                 client.request("GET", "/health")
