@@ -44,7 +44,7 @@ _QUANTIZERS_FOR_MIXTURES = ("bitsandbytes", "hqq", "llamoe", "quanto", "torchao"
 def _method_of(quantization: Any) -> str:
     """Return the method of a quantization config, which may be a dict."""
     content = quantization if isinstance(quantization, dict) else quantization.to_dict()
-    # Early configs of bitsandbytes have no quant_method; for others without one transformers raises an error.
+    # Early configs of bitsandbytes have no quant_method; transformers refuses all other configs without it.
     method = content.get("quant_method") or "bitsandbytes"
     # The method may be a member of transformers' enum `QuantizationMethod`.
     return getattr(method, "value", method)
@@ -215,7 +215,7 @@ class LlamoePreTrainedModel(
         checkpoints.fuse_in_place(load_config.weight_mapping or ())
         replace_with_offloaded(model, files, load_config)
         checkpoints.settle_places(model, load_config)
-        # Stop transformers from reporting these keys as unexpected. Set on the class, other classes would inherit them.
+        # Stop transformers from reporting these keys as unexpected, for this instance: subclasses would inherit them.
         ignored = set(model._keys_to_ignore_on_load_unexpected or ())
         model._keys_to_ignore_on_load_unexpected = ignored | set(model._keys_passed_over)
         state_dict = checkpoints.transposed_for_shards(model, files, state_dict)

@@ -151,7 +151,7 @@ class LlamoeMixtralForSequenceClassification(SequenceClassifier):
 
 
 class OfMultimodalFolders(LlamoePreTrainedModel):
-    """Mixin of heads over Llama 4's decoder, which read text and multimodal folders; stock has no such heads."""
+    """Mixin for heads over Llama 4's decoder: they read text and multimodal folders. Stock has no such heads."""
 
     config: LlamoeTextConfig
     _has_experts = True

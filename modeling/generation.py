@@ -58,7 +58,7 @@ class Generation(GenerationMixin):
                     'left: tokenizer.padding_side = "left"; if the token is no padding, give an attention_mask.'
                 )
         if generation_config.cache_implementation == "quantized":
-            # This cache keeps all tokens, and refuses layers with windows or chunks. Our masks see to these.
+            # This cache keeps all tokens, and refuses layers with windows or chunks, which our masks apply anyway.
             text_config = copy.copy(self.config.get_text_config(decoder=True))
             text_config.layer_types = ["full_attention"] * text_config.num_hidden_layers
             options = generation_config.cache_config or {}

@@ -34,8 +34,8 @@ from .layers import Linear, activation, rotary_2d_cos_sin, rotate
 class PatchEmbedding(nn.Module):
     """Cuts a tile into patches of P x P pixels and maps each to D channels, as a strided convolution without bias does.
 
-    The map is a linear layer, so that LoRA adapts it like all others. A convolution's weight becomes its weight by
-    `weight.reshape(D, -1)`.
+    The map is a linear layer, so that LoRA adapts it like all others. `weight.reshape(D, -1)` converts a convolution's
+    weight.
     """
 
     def __init__(self, config: LlamoeVisionConfig):

@@ -29,7 +29,7 @@ from .._private_api import registered_conversions
 from ..parallel import is_shared, joined, sharded_adapter, size_of
 from .whole_folders import sync
 
-# Files and folders of models of which each process has saved its own shards. transformers reads these first.
+# Files and folders in which each process has saved its shards. transformers reads them before other weights.
 _DISTRIBUTED = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors|sharded|consolidated")
 
 # The save that is running.

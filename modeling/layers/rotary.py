@@ -50,7 +50,7 @@ class RotaryEmbedding(nn.Module):
     def _apply(self, fn, recurse=True):
         was_meta = self.inv_freq.is_meta
         super()._apply(fn, recurse)
-        # Compute them again if a cast has rounded them, or `to_empty` has moved them, undefined, from the meta device.
+        # Compute the frequencies again after a cast, which rounds them, or `to_empty`, which leaves them undefined.
         if self.inv_freq.dtype != torch.float32 or (was_meta and not self.inv_freq.is_meta):
             self._reset(self.inv_freq.device)
         return self

@@ -1,6 +1,6 @@
 """A model over several devices: the methods that transformers calls to load and save shards.
 
-The plans are data (`configuration.parallel`); here they are applied to a model, and undone when it is saved.
+`configuration.parallel` has the plans, as data; here they are applied to a model, and undone when it is saved.
 """
 
 from transformers import PreTrainedModel
