@@ -1,4 +1,4 @@
-"""Upcycling: make a mixture of experts from a dense LLaMA, which computes the same: `llamoe upcycle`.
+"""Upcycling: make a mixture of experts that computes the same as a dense LLaMA: `llamoe upcycle`.
 
 The method is that of Komatsuzaki et al. 2022, arXiv:2212.05055. Llama 4's mixture maps a token x to
 

@@ -49,7 +49,7 @@ class Tensor(FileTensor):
 
 
 def read_header(path: Path) -> tuple[dict[str, Any], dict[str, Tensor], list[Path]]:
-    """Read the header of a file, and those of the other parts if it is a part.
+    """Read the header of a file; if it is one part of a split file, the headers of all parts.
 
     Returns:
         the keys; the tensors by name; and the files, all parts of a split one.

@@ -28,7 +28,7 @@ _LAYOUT = GgufLayout()
 _FACTORS = "rope_freqs.weight"
 # The first GGUF files of Mixtral have a tensor for each expert; later ones have a tensor for all.
 _SINGLE = re.compile(r"(blk\.\d+\.ffn_(?:gate|up|down))\.(\d+)\.weight")
-# LLaMA's files permute the rows of these projections within each head; the fields have the numbers of heads.
+# Projections whose rows LLaMA's files permute within each head, and the configuration's fields for their heads.
 _HEADS = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
 
 

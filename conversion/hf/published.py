@@ -1,7 +1,7 @@
 """View weights that another program has packed, as lazy tensors.
 
-`modeling.formats.packed` says what the bits mean. `from_pretrained` finds the packed tensors of each weight, and the
-layers that their author left in 16 bits, by the same function of `modeling.quantization`.
+`modeling.formats.packed` says what the bits mean. As in `from_pretrained`, a function of `modeling.quantization` finds
+the packed tensors of each weight, and the layers that their author left in 16 bits.
 """
 
 import re

@@ -210,7 +210,7 @@ class _Cut(LazyTensor):
 
 
 class _View(LazyTensor):
-    """A reshaped tensor, which reads those rows of the original tensor that hold the elements."""
+    """A reshaped tensor; a read of rows reads only those rows of the original tensor that hold the elements."""
 
     def __init__(self, tensor: LazyTensor, shape: Sequence[int]):
         assert prod(shape) == tensor.numel, (tensor, shape)

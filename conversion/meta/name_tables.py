@@ -134,7 +134,7 @@ _LLAMA = (
     Drop("layers.{i}.attention.inner_attention.rope.freqs", _COMPUTED),
 )
 
-# The decoder of Llama 4: names that both sets have.
+# The decoder of Llama 4: names that the releases and Meta's modules share.
 _LLAMA4_SHARED = (
     Row("tok_embeddings.weight", "model.embed_tokens.weight", axis=0),
     *_ENDS,

@@ -35,7 +35,7 @@ def extend_tokenizer(
     `companions` are the folder's small files by name, among them tokenizer.json, or a tokenizer.model to make it from.
 
     Returns:
-        all files, those of the tokenizer changed; and the ids of `special_tokens`. New ids follow all old ones.
+        all files, with the changed ones of the tokenizer; and the ids of `special_tokens`. New ids follow all old ones.
 
     Raises:
         CheckpointError: there is no tokenizer, or it is damaged.

@@ -203,7 +203,7 @@ def _rotary(config: LlamoeBaseConfig) -> tuple:
     with torch.device("cpu"):
         rotary = RotaryEmbedding(config)
     by_length = None
-    # These types also depend on the sequence's length.
+    # Frequencies of these types also depend on the sequence's length.
     if rotary.rope_type in ("dynamic", "longrope"):
         by_length = (sorted(config.rope_parameters.items(), key=str), config.max_position_embeddings)
     return rotary.inv_freq.tolist(), rotary.attention_scaling, by_length
