@@ -1,4 +1,4 @@
-"""Write chat models with random weights, and the tokenizer and template of the trained model of examples/tiny.
+"""Write chat models with random weights, and the tokenizer and template of the trained model examples/llamoe-tiny.
 
 `ABOUT_TWO` and `ABOUT_THREE` are the answers that the trained model gives about pictures of the repository.
 """

@@ -108,7 +108,7 @@ def experts():
 def test_first_use_checks_once(experts, on_a_gpu, launches):
     inputs = make_rows(experts, 70, 1)
     assert max_abs(experts(*inputs), by_hand(experts, *inputs)) < 1e-5
-    # These are too many rows for the kernel.
+    # 70 rows are too many for the kernel.
     assert launches == []
     for num_rows, top_k in ((5, 1), (1, 1), (64, 1), (32, 2), (65, 1), (33, 2)):
         launches.clear()

@@ -160,7 +160,7 @@ def difference(given, expected):
 
 
 def weight_difference(model, reference, part=""):
-    """Return the largest difference of weights from a whole model's, of those with `part` in their names."""
+    """Return the largest difference from a whole model's weights, among weights with `part` in their names."""
     expected = {name: p.detach() for name, p in reference.named_parameters() if part in name}
     given = {name: p.detach() for name, p in unwrapped(model).named_parameters() if part in name}
     assert given.keys() == expected.keys() and given

@@ -110,7 +110,7 @@ def saved_adapters(kind):
 
 @check("weights", "adapter")
 def gathered(kind):
-    """Save weights that accelerate has gathered in the first process: in that process alone, and in both."""
+    """Save weights that accelerate has gathered in the first process; once that process alone saves, once both do."""
     folder, model = FOLDER / f"gathered-{kind}", copy_of("dense")
     if kind == "adapter":
         add_adapter(model)

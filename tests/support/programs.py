@@ -1,6 +1,6 @@
 """Run Python programs in processes that begin with torch and transformers imported.
 
-The imports take most of a short program's time. A server process (multiprocessing's `forkserver`) imports both once and
+The imports take most of a short program's time. A server process (multiprocessing's `forkserver`) does them once, and
 forks for every program. It does not import llamoe, which reads the environment when it is imported. A test must use
 `subprocess` if its program has to begin as a user's process, or if it measures memory or time of the imports.
 """

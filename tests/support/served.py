@@ -37,7 +37,7 @@ class Server:
     def start(self, words) -> None:
         """Start the server by a command's words, and wait until it answers.
 
-        A server that was started with the same words is kept; one with other words is stopped first.
+        A running server that was started with the same words is kept; a server with other words is stopped first.
 
         Raises:
             AssertionError: the command has ended.
