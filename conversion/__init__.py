@@ -1,7 +1,7 @@
 """Convert checkpoints between the formats of Meta, Mistral AI, open_clip, Hugging Face and llama.cpp.
 
-`open_checkpoint` reads every format as lazy tensors, under the keys that transformers' modules have. Every command
-writes views of these tensors, block by block.
+`open_checkpoint` reads every format as lazy tensors, under the keys that transformers' modules have. Commands write
+views of these tensors, block by block.
 
 Reading order: io (a folder: lazy tensors, reading and writing files), tokenizers (a folder), checkpoint (a
 configuration and lazy tensors, read from any format); hf, clip, consolidated, meta, mistral, gguf (a folder for each

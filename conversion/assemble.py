@@ -1,12 +1,12 @@
 """Join a decoder and a vision tower into one multimodal checkpoint, ready for training: `llamoe assemble`.
 
 The result gives the decoder's logits for every text of the decoder's tokens, and the tower's features for every
-picture. New are the adapter behind the tower (unless the tower has one), the projector, and rows of embedding and
-output head for new tokens; each new row is the mean of the old rows.
+picture. The adapter behind the tower (unless the tower has one) and the projector are new. New tokens' rows of the
+embedding and the output head are the mean of the old rows.
 
 Ids below the decoder's vocabulary size keep their meaning. If the embedding has more rows than the tokenizer has
 tokens, unused tokens are added for these rows before the new tokens. So the embedding gets as many rows as the
-tokenizer has tokens, and a tool that resizes the one to the other changes nothing.
+tokenizer has tokens, and a tool that resizes the embedding to the tokenizer changes nothing.
 
 A dense decoder is written as a Llama 4 decoder without mixture layers, which computes the same (see `upcycle`).
 """
@@ -151,7 +151,7 @@ def _join(decoder: Checkpoint, tower: Checkpoint, vocabulary: Vocabulary, seed: 
     assert isinstance(vision, LlamoeVisionConfig)
     before = text.vocab_size
     text.vocab_size = vocabulary.rows
-    # The multimodal configuration sets both for its parts.
+    # The multimodal configuration sets these two fields for its parts.
     for part in (text, vision):
         part.architectures = part.dtype = None
     text.eos_token_id = json.loads(vocabulary.files["generation_config.json"])["eos_token_id"]

@@ -225,8 +225,8 @@ def tied_head(config: LlamoeBaseConfig) -> dict[str, str]:
 def tie_heads(config: LlamoeBaseConfig, tensors: dict[str, LazyTensor]) -> dict[str, str]:
     """Remove an output head from `tensors` if the configuration ties it to the embedding; return its key and a reason.
 
-    From then on, reading the embedding compares it with the stored head and refuses if they differ: transformers would
-    load that head, although the configuration ties it.
+    From then on, reading the embedding raises an error if the stored head differs from it: transformers would load that
+    head, although the configuration ties it.
 
     Raises:
         CheckpointError: embedding and head differ in shape or dtype.

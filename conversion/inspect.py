@@ -240,7 +240,7 @@ def _cache(config: LlamoeBaseConfig, context: int | None, batch: int) -> tuple[i
 
 
 def _source(checkpoint: Checkpoint, is_quantized_next: bool) -> Source:
-    """Return what is planned: the stored tensors if `from_pretrained` reads this format, else the configuration."""
+    """Return the plan's source: the stored tensors if `from_pretrained` reads this format, else the configuration."""
     quantization = None if checkpoint.quantization is None else checkpoint.quantization.to_dict()
     is_packed_by_others = checkpoint.stored and checkpoint.kind not in ("hf", "gguf")
     if (is_packed_by_others or checkpoint.kind == "configuration") and not is_quantized_next:
@@ -263,7 +263,7 @@ def _needs(checkpoint: Checkpoint, source: Source) -> dict[str, int]:
         return {checkpoint.quantization.weights: sum(stored.values())}
     sizes = {"bfloat16": sum(weight_bytes(source.model, 16).values())}
     for name in ("int8", "int4"):
-        # int4 cannot store numbers of outputs that are no multiple of 16.
+        # int4 cannot store a matrix whose number of outputs is no multiple of 16.
         with contextlib.suppress(ValueError):
             sizes[name] = sum(packed_bytes(checkpoint.config, QuantizationConfig(name)).values())
     return sizes

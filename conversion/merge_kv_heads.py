@@ -69,7 +69,7 @@ def merge_kv_heads(
 
 
 def merge_heads(tensor: LazyTensor, before: int, after: int) -> LazyTensor:
-    """View a key or value projection, `[before * D, ...]` with head size D, with each group of heads as its mean."""
+    """View a key or value projection `[before * D, ...]`, D the head size, with the mean of each group of heads."""
     if before == after:
         return tensor
     head_dim = tensor.shape[0] // before

@@ -66,7 +66,7 @@ def open_checkpoint(
             f"model = {model!r}: only a file of open_clip needs a name, and {path} is none. Leave it out."
         )
     if is_mistral(path):
-        # Mistral AI's repositories often have Hugging Face's files, too.
+        # Mistral AI's repositories often have Hugging Face's files, too, which are then read.
         if not (path / "config.json").is_file() or find_weights(path) is None:
             return open_mistral(path, companions=companions, instruct=instruct)
     elif (path / "params.json").is_file() or any(path.glob("consolidated*.pth")):
@@ -85,8 +85,8 @@ def open_checkpoint(
 def open_tower(path: str | os.PathLike, *, model: str | None = None) -> Checkpoint:
     """Open a vision tower of any format, or the tower of a multimodal model; for the arguments see `convert_vision`.
 
-    The result's `companions` include preprocessor_config.json if the source says how pictures are prepared. open_clip's
-    always do, since it has defaults.
+    The result's `companions` include preprocessor_config.json if the source says how pictures are prepared; for
+    open_clip they always do, with its defaults.
 
     Raises:
         CheckpointError: the model has no tower, or for the reasons of `open_checkpoint`.
@@ -113,7 +113,7 @@ def open_source(
     """Open the source of a conversion, after checking that the target can be written.
 
     Raises:
-        CheckpointError: for the reasons of `open_checkpoint`, or quantized weights if `may_be_packed` is False.
+        CheckpointError: for the reasons of `open_checkpoint`, or for quantized weights unless `may_be_packed`.
     """
     check_apart(Path(source), Path(target))
     check_target(Path(target), resume)

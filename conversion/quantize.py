@@ -46,7 +46,7 @@ def quantize(
             another program has packed it in 4 bits, else 32.
         experts: quantize routed experts.
         linears: quantize linear layers of the decoder.
-        search: search the scales with the least squared error, which takes longer.
+        search: search for the scales with the least squared error, which takes longer.
         keep: `modules_to_not_convert` of `QuantizationConfig`: names of more modules that stay in 16 bits.
         instruct: as in `convert`.
         shard_size, resume, dry_run, progress: as in `WriteOptions`.

@@ -1,4 +1,4 @@
-"""Upcycling: make a mixture of experts from a dense LLaMA, which computes the same: `llamoe upcycle`.
+"""Upcycling: make a mixture of experts that computes the same as a dense LLaMA: `llamoe upcycle`.
 
 The method is that of Komatsuzaki et al. 2022, arXiv:2212.05055. Llama 4's mixture maps a token x to
 
@@ -190,7 +190,7 @@ def as_text_model(dense: Checkpoint, mixture: Mixture | None = None) -> Checkpoi
         attention_chunk_size=None,
         use_qk_norm=False,
         attn_temperature_tuning=False,
-        # Without mixture layers no expert is chosen.
+        # Without effect if there are no mixture layers.
         num_local_experts=1,
         num_experts_per_tok=1,
     )

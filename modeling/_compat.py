@@ -20,9 +20,9 @@ CACHE_ARGUMENT = "cache" if _release("peft") >= (0, 22) else "past_key_values"
 
 
 def takes_cache(forward: Callable) -> Callable:
-    """Decorate a `forward` so that it takes its argument `past_key_values` also as `cache`.
+    """Decorate a `forward` so that it takes its argument `past_key_values` also as `cache`, transformers 5.24's name.
 
-    This is its name in transformers 5.24, and that of continuous batching's cache, which becomes `paged_cache`.
+    Continuous batching passes its paged cache by this name, too; `forward` gets it as `paged_cache`.
     """
     from transformers.generation.continuous_batching import PagedAttentionCache
 
@@ -49,7 +49,7 @@ def takes_cache(forward: Callable) -> Callable:
 def accept_peft() -> None:
     """Let transformers 5.24 load adapters with peft 0.21.2, although it requires a later, unreleased version.
 
-    But for this requirement its code for adapters is that of transformers 5.23, which accepts peft 0.20.
+    Apart from this requirement, its adapter code equals that of transformers 5.23, which accepts peft 0.20.
     """
     from transformers.integrations import peft
 

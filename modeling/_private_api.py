@@ -19,7 +19,7 @@ from torch.autograd import forward_ad
 from torch.nn.modules.module import _has_any_global_hook
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-# Called for every product of matrices, for which torch's public functions, written in Python, are too slow.
+# Called at every product of matrices, so often that torch's public functions, written in Python, are too slow.
 is_traced_by_jit: Callable[[], bool] = torch._C._is_tracing
 is_any_autocast_on: Callable[[], bool] = torch._C._is_any_autocast_enabled
 # Whether a transform of `torch.func` (grad, vmap, jvp) is active, under which only torch's own operators work.
@@ -41,7 +41,7 @@ def is_under_vmap() -> bool:
 def torch_modes_active() -> bool:
     """Return True if a transform of `torch.func`, forward-mode differentiation, a mode or a global hook is active.
 
-    All of these need torch's own operators, which compiled kernels do not call.
+    Each of these works only on torch's own operators, in place of which our compiled kernels would run.
     """
     is_forward_ad = forward_ad._current_level >= 0
     return is_under_functorch() or is_forward_ad or has_modes() or bool(_has_any_global_hook())
@@ -95,9 +95,9 @@ def registered_conversions(model: Any) -> Iterator[None]:
 
 
 def replace_quantizer(name: str, quantizer_class: type) -> None:
-    """Replace transformers' quantizer of a method.
+    """Replace transformers' quantizer of the quantization method `name`.
 
-    `register_quantizer` refuses a method that has a quantizer.
+    transformers' `register_quantizer` refuses a method that has a quantizer already.
     """
     from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 
@@ -120,7 +120,7 @@ def name_causal_model(model_type: str, class_name: str) -> None:
     """Add a class to transformers' table of causal language models by model type.
 
     By this table `Trainer` decides whether label smoothing shifts the labels; unshifted, a model learns to repeat the
-    input token. Our multimodal model needs that, too, although it is of another Auto class.
+    input token. Our multimodal model needs the shift, too, although it is of another Auto class.
     """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 

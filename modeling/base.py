@@ -44,7 +44,7 @@ _QUANTIZERS_FOR_MIXTURES = ("bitsandbytes", "hqq", "llamoe", "quanto", "torchao"
 def _method_of(quantization: Any) -> str:
     """Return the method of a quantization config, which may be a dict."""
     content = quantization if isinstance(quantization, dict) else quantization.to_dict()
-    # Early configs of bitsandbytes have no quant_method; for others without one transformers raises an error.
+    # Early configs of bitsandbytes have no quant_method; transformers refuses all other configs without it.
     method = content.get("quant_method") or "bitsandbytes"
     # The method may be a member of transformers' enum `QuantizationMethod`.
     return getattr(method, "value", method)
@@ -64,12 +64,12 @@ class LlamoePreTrainedModel(
     _supports_attention_backend = True
     _can_compile_fullgraph = True
     _has_experts: ClassVar[bool] = False
-    # Patterns of key prefixes in checkpoints of other classes, and this class's prefixes in their place; and whether
-    # transformers learns of them at registration.
+    # Patterns of key prefixes in other classes' checkpoints, with this class's prefix in place of each; and whether
+    # registration adds these renamings to transformers.
     _checkpoint_prefixes: ClassVar[dict[str, str]] = {}
     _registers_prefixes: ClassVar[bool] = True
-    # Patterns of keys that this class ignores in checkpoints of models that contain it. Such a model would inherit
-    # transformers' own `_keys_to_ignore_on_load_unexpected`, and ignore its other parts.
+    # Patterns of keys that this class ignores in checkpoints of models that contain it. In transformers' own
+    # `_keys_to_ignore_on_load_unexpected` the patterns would count for the containing models, too.
     _keys_passed_over: ClassVar[list[str]] = []
     # Whether transformers has a class that reads this class's folders.
     _has_stock_layout: ClassVar[bool] = True
@@ -123,7 +123,7 @@ class LlamoePreTrainedModel(
         return name
 
     def _grouped_mm_can_dispatch(self) -> bool:
-        # transformers asks this of every part of a multimodal model, and the tower, which has no experts, must agree.
+        # transformers asks every part of a multimodal model: even the tower, which has no experts, must return True.
         return True
 
     @staticmethod
@@ -140,7 +140,7 @@ class LlamoePreTrainedModel(
         text_config = config.get_text_config(decoder=True)
         inputs = MaskInputs(text_config, inputs_embeds, attention_mask, past_key_values, position_ids)
         if "flex" in inputs.implementation:
-            # `generate` calls `contiguous()` on each mask, a method that flex attention's masks do not have.
+            # `generate` calls `contiguous()` on each mask. Flex attention's masks lack this method: forwards make them.
             return attention_mask
         return attention_masks(inputs)
 
@@ -159,15 +159,15 @@ class LlamoePreTrainedModel(
                 init.zeros_(module.balancing_bias)
 
     def _get_dtype_plan(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
-        # transformers would load `_keep_in_fp32_modules` in float32; here they only name what no quantizer may take.
+        # Load `_keep_in_fp32_modules`, for us only a list of what no quantizer may take, in the model's dtype.
         return {"balancing_bias": torch.float32}
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *model_args, **kwargs):
         """Load a checkpoint, ours or stock, as `PreTrainedModel.from_pretrained` does.
 
-        A `device_map` may name a module and also parts of it, for which their own names count; "" means the rest of
-        the model. `model.hf_device_map` then names every module once.
+        A `device_map` may name a module and also parts of it, which then go to their own devices; "" means the rest
+        of the model. `model.hf_device_map` then names every module once.
 
         Raises:
             CheckpointError: a file is damaged or missing, or weights do not fit the config.
@@ -201,13 +201,13 @@ class LlamoePreTrainedModel(
 
     @staticmethod
     def _load_pretrained_model(model, state_dict, checkpoint_files, load_config, *args, **kwargs):
-        # transformers has made the model, without weights, and found or downloaded its files.
+        # By now transformers has made the model, without weights, and found or downloaded the files.
         load = PreTrainedModel._load_pretrained_model
         files = list(checkpoint_files or ()) if state_dict is None else []
         place = load_config.pretrained_model_name_or_path
         checkpoints.check_files(files, place)
         if args or "expected_keys" in kwargs:
-            # `load_adapter` calls this, too, for an adapter of a model that has its weights.
+            # `load_adapter` calls this method, too, to load an adapter into a model that has its weights.
             info = model._load_adapter_tensors(state_dict, files, load_config.ignore_mismatched_sizes)
             return info, None
         tensors = checkpoints.tensors_of(state_dict or {}) or checkpoints.headers_of(files)
@@ -215,7 +215,7 @@ class LlamoePreTrainedModel(
         checkpoints.fuse_in_place(load_config.weight_mapping or ())
         replace_with_offloaded(model, files, load_config)
         checkpoints.settle_places(model, load_config)
-        # transformers does not report these keys as unexpected. They are set on the instance: classes inherit them.
+        # Stop transformers from reporting these keys as unexpected, for this instance: subclasses would inherit them.
         ignored = set(model._keys_to_ignore_on_load_unexpected or ())
         model._keys_to_ignore_on_load_unexpected = ignored | set(model._keys_passed_over)
         state_dict = checkpoints.transposed_for_shards(model, files, state_dict)

@@ -34,7 +34,7 @@ class Head:
 
     def __init__(self: Any, config: PreTrainedConfig):
         super().__init__(self.resolve_config(config))
-        # The generic head makes the decoder in `config.dtype`, but its own layer in torch's default dtype.
+        # Give all one dtype: the generic head makes the decoder in `config.dtype`, its own layer in torch's default.
         for parameter in self.parameters():
             parameter.data = parameter.data.to(torch.get_default_dtype())
 
@@ -145,13 +145,13 @@ class LlamoeMixtralForSequenceClassification(SequenceClassifier):
     """Mixtral with a head for sequences; reads folders of `MixtralForSequenceClassification`."""
 
     config: LlamoeMixtralConfig
-    # The loss is a mean over rows: Trainer divides it by the number of accumulation steps.
+    # The loss is a mean over rows: False lets Trainer divide it by the number of accumulation steps.
     accepts_loss_kwargs = False
     _has_experts = True
 
 
 class OfMultimodalFolders(LlamoePreTrainedModel):
-    """Mixin of heads over Llama 4's decoder, which read text and multimodal folders; stock has no such heads."""
+    """Mixin for heads over Llama 4's decoder: they read text and multimodal folders. Stock has no such heads."""
 
     config: LlamoeTextConfig
     _has_experts = True
@@ -215,8 +215,8 @@ class LlamoeForTokenClassification(OfMultimodalFolders, TokenClassifier):
 class LlamoeDenseForQuestionAnswering(Head, GenericForQuestionAnswering, LlamoePreTrainedModel):
     """LLaMA 1 or 2 with a head that finds an answer's first and last token.
 
-    Reads folders of `LlamaForQuestionAnswering`, and of LLaMA's other classes. Its base model has the name
-    `transformer`, as in stock's class, which finds no weights in the other folders.
+    Reads folders of `LlamaForQuestionAnswering`, and of LLaMA's other classes, in which stock's question answering
+    finds no weights. Its base model has the name `transformer`, as in stock's class.
     """
 
     config: LlamoeDenseConfig

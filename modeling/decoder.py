@@ -130,7 +130,7 @@ class DecoderModel(LlamoePreTrainedModel):
                 dict of masks by attention type.
             position_ids: `[B or 1, T]`. They decide rotation, temperature and chunk borders. By default each row is
                 numbered from its first token that is not padding. A row in which the numbers restart holds several
-                packed sequences. Padding may have any numbers. Where cached tokens are padded, chunked layers need
+                packed sequences. Padding may have any numbers. If the cache contains padding, chunked layers need
                 numbers that count the row's tokens without padding.
             past_key_values: KV cache of earlier tokens; new tokens are appended.
             inputs_embeds: `[B, T, H]` in place of `input_ids`.
@@ -175,9 +175,9 @@ class DecoderModel(LlamoePreTrainedModel):
                 position_embeddings=position_embeddings,
                 attention_mask=mask_mapping[attention_type],
                 position_ids=position_ids,
-                # By this name transformers finds the cache, and removes it under gradient checkpointing.
+                # transformers finds the cache by the name `cache`, and removes it under gradient checkpointing.
                 cache=past_key_values,
-                # Attention implementations without masks read the window.
+                # Attention implementations that take no mask read the window here.
                 sliding_window=inputs.rules[attention_type].window,
                 **kwargs,
             )
@@ -303,7 +303,7 @@ class CausalLM(RouterLossMixin, LlamoePreTrainedModel):
             if isinstance(logits_to_keep, int) and logits_to_keep == 0:
                 # With `logits_to_keep` the loss itself checks that there is a label for each kept token.
                 check_labels(labels, input_ids if inputs_embeds is None else inputs_embeds)
-            # Other losses may accept other labels. The first label of a row is not used: no token predicts it.
+            # A loss of the user's may accept other labels. A row's first label is not used: no token predicts it.
             if self.loss_function is ForCausalLMLoss and kwargs.get("shift_labels") is None:
                 check_classes(labels[..., 1:], self.config.vocab_size, kwargs.get("ignore_index", -100))
         no_logits = must_skip_logits(
@@ -325,7 +325,7 @@ class CausalLM(RouterLossMixin, LlamoePreTrainedModel):
             **kwargs,
         )
         hidden_states = outputs.last_hidden_state
-        # When a multimodal model's embeddings are resized, only the config has the new size.
+        # Resizing a multimodal model's embeddings sets the new size only in the config.
         vocab_size = self.config.vocab_size
         logits = loss = aux_loss = load = None
         if no_logits:

@@ -51,14 +51,14 @@ class Generation(GenerationMixin):
         if has_several_chunks and isinstance(mask, torch.Tensor) and mask.ndim == 2:
             rows = ((mask[:, -1:] == 0) & (mask != 0).any(1, keepdim=True)).nonzero()
             if len(rows):
-                # Chunks begin at positions, which count tokens without padding: those of new tokens would be wrong.
+                # Positions count tokens without padding, and decide where chunks begin: new tokens' would be wrong.
                 raise ValueError(
                     f"the last token of row {int(rows[0, 0])} counts as padding, by attention_mask or by pad_token_id: "
                     f"chunks (attention_chunk_size = {chunk_size}) would be wrong for new tokens. Pad prompts on the "
                     'left: tokenizer.padding_side = "left"; if the token is no padding, give an attention_mask.'
                 )
         if generation_config.cache_implementation == "quantized":
-            # This cache keeps all tokens, and refuses configs with other layers. Windows and chunks are in our masks.
+            # This cache keeps all tokens, and refuses layers with windows or chunks, which our masks apply anyway.
             text_config = copy.copy(self.config.get_text_config(decoder=True))
             text_config.layer_types = ["full_attention"] * text_config.num_hidden_layers
             options = generation_config.cache_config or {}

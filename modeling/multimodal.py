@@ -281,7 +281,7 @@ class LlamoeForConditionalGeneration(MultimodalModel, Generation, GenerationMixi
 
     @property
     def model(self) -> LlamoeModel:
-        """The model without its head: a `LlamoeModel` made of this model's modules, renewed when one is replaced."""
+        """The model without its head: a `LlamoeModel` of this model's modules, made anew if one of them is replaced."""
         parts = (self.vision_model, self.multi_modal_projector, self.language_model.model)
         view = self.__dict__.get("_model_view")
         if view is None or any(mine is not its for mine, its in zip(parts, view.children(), strict=True)):

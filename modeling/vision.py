@@ -34,13 +34,13 @@ from .layers import Linear, activation, rotary_2d_cos_sin, rotate
 class PatchEmbedding(nn.Module):
     """Cuts a tile into patches of P x P pixels and maps each to D channels, as a strided convolution without bias does.
 
-    The map is a linear layer, so that LoRA adapts it like all others. A convolution's weight becomes its weight by
-    `weight.reshape(D, -1)`.
+    The map is a linear layer, so that LoRA adapts it like all others. `weight.reshape(D, -1)` converts a convolution's
+    weight.
     """
 
     def __init__(self, config: LlamoeVisionConfig):
         super().__init__()
-        # The config turns pairs into integers.
+        # The config has turned a pair, as [14, 14], into an integer.
         self.patch_size = cast(int, config.patch_size)
         self.linear = Linear(config.num_channels * self.patch_size**2, config.hidden_size, bias=False)
 
@@ -146,7 +146,7 @@ class VisionEncoderLayer(GradientCheckpointingLayer):
 
 
 class VisionEncoder(nn.Module):
-    """The stack of layers."""
+    """The stack of the tower's layers."""
 
     def __init__(self, config: LlamoeVisionConfig):
         super().__init__()
@@ -262,7 +262,7 @@ class LlamoeVisionModel(LlamoePreTrainedModel):
     _can_record_outputs = {"hidden_states": VisionEncoderLayer, "attentions": VisionAttention}
     # transformers' quantizers leave these modules plain, whatever a user's own list says. A patch of 14 x 14 pixels in
     # three colours has 588 numbers, but quanto's int8 kernel reads blocks of 64, and crashes the process on a CPU.
-    # The name promises float32, but by `_get_dtype_plan` of the base class they have the model's dtype.
+    # In spite of this attribute's name, the base class's `_get_dtype_plan` loads them in the model's dtype.
     _keep_in_fp32_modules = [r"(.*\.)?patch_embedding"]
 
     def __init__(self, config: PreTrainedConfig):

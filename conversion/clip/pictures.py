@@ -24,7 +24,7 @@ from ...configuration.sizes import count_of
 from ..checkpoint import Checkpoint
 from ..io import LazyTensor
 
-# Of OpenAI's CLIP and every MetaCLIP model, for pixels between 0 and 1.
+# Each color channel's mean and deviation in OpenAI's CLIP and all MetaCLIP models, for pixels between 0 and 1.
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 # PIL's numbers of open_clip's filters; "random" means bicubic in evaluation.

@@ -54,7 +54,7 @@ def open_files(paths: Sequence[Path]) -> tuple[list[dict[str, LazyTensor]], dict
 
 
 def measure(params: Params, files: Files, origin: str) -> tuple[Params, int]:
-    """Add the tensors' vocabulary size and dtype to the parameters; return these and the embedding's sliced axis.
+    """Add the tensors' vocabulary size and dtype to `params`; return it and the embedding's axis that is sliced.
 
     Raises:
         CheckpointError: params.json contradicts the tensors or the number of files.
@@ -76,7 +76,7 @@ def measure(params: Params, files: Files, origin: str) -> tuple[Params, int]:
                 f"{params.origin}: {name} = {heads} cannot be divided by the {count} files; each holds whole heads."
             )
     for name, tensor in first.items():
-        # No other tensor shows the size of a head.
+        # Only `rope.freqs` shows the size of a head.
         if name.endswith("rope.freqs") and tensor.ndim == 1 and 2 * tensor.shape[0] != params.head_dim:
             raise CheckpointError(
                 f"{tensor.origin} has {tensor.shape[0]} frequencies, for heads of {2 * tensor.shape[0]} channels, but "

@@ -18,10 +18,10 @@ from ...modeling.formats.packed import pack_for, scales_for
 SIZES = {kind.name: sizes for kind, sizes in gguf.GGML_QUANT_SIZES.items()}
 """How many numbers and how many bytes a block of each type has."""
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
-"""Dtypes of the types that are not quantized."""
+"""torch's dtypes of GGUF's types that are not quantized."""
 
 _GROUP = 32
-# Dequantize so many numbers at a time, since float32 needs a lot of memory.
+# How many numbers are dequantized at a time, since float32 needs a lot of memory.
 _AT_ONCE = 1 << 22
 
 
@@ -42,9 +42,9 @@ class GgufLayout:
     def parts_of(
         self, matrices: Sequence[Mapping[str, torch.Tensor]], sizes: Any, form: Format
     ) -> list[torch.Tensor] | None:
-        """Return int4's parts with the codes of matrices of the same sizes, joined by rows.
+        """Return the tensors in which int4 stores the matrices' own codes; the matrices are joined by rows.
 
-        Return None if `form` is not int4 in groups of 32, or if int4 cannot hold the codes of a type.
+        Return None if `form` is not int4 in groups of 32, or if int4 cannot hold the codes of a matrix's type.
         """
         tensors = [(kind, stored) for matrix in matrices for kind, stored in matrix.items()]
         is_int4 = isinstance(form, Int4) and form.group_size == _GROUP

@@ -44,12 +44,12 @@ class Tensor(FileTensor):
 
     @property
     def dtype_name(self) -> str:
-        """The name of its type."""
+        """The tensor's type, such as "Q4_K"."""
         return self.kind
 
 
 def read_header(path: Path) -> tuple[dict[str, Any], dict[str, Tensor], list[Path]]:
-    """Read the header of a file, and those of the other parts if it is a part.
+    """Read the header of a file; if it is one part of a split file, the headers of all parts.
 
     Returns:
         the keys; the tensors by name; and the files, all parts of a split one.
@@ -100,7 +100,7 @@ def _read_part(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def _numbers(file: BinaryIO, kinds: str) -> tuple[Any, ...]:
-    """Read numbers of the types that letters of the module struct name."""
+    """Read one number for each letter of `kinds`, which are types of the module struct."""
     return struct.unpack(f"<{kinds}", file.read(struct.calcsize(f"<{kinds}")))
 
 

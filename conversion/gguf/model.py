@@ -28,12 +28,12 @@ _LAYOUT = GgufLayout()
 _FACTORS = "rope_freqs.weight"
 # The first GGUF files of Mixtral have a tensor for each expert; later ones have a tensor for all.
 _SINGLE = re.compile(r"(blk\.\d+\.ffn_(?:gate|up|down))\.(\d+)\.weight")
-# LLaMA's files permute the rows of these projections within each head; the fields have the numbers of heads.
+# Projections whose rows LLaMA's files permute within each head, and the configuration's fields for their heads.
 _HEADS = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
 
 
 def open_gguf(path: Path, *, companions: bool = True) -> Checkpoint:
-    """Open a GGUF file, or all parts of a split one, of which any is given; see `open_checkpoint`.
+    """Open a GGUF file, or all parts of a split one by the path of any part; see `open_checkpoint`.
 
     The weights' dtype is float32 or float16 if most numbers are stored so, else bfloat16.
 
@@ -123,7 +123,7 @@ def _convert(key: str, parts: list[list[Tensor]], config: LlamoeBaseConfig) -> L
     rows: LazyTensor = first
     heads = _HEADS.get(module.rpartition(".")[2])
     if heads and not config.rope_interleave:
-        # Files have rotated channels as neighbours, the model in two halves.
+        # In files the two channels of a rotated pair are neighbours, in the model they are half a head apart.
         rows = permute_pairs(first, getattr(config, heads), to_halves=True)
     if first.ndim == 1:
         return rows.cast(config.dtype)

@@ -1,8 +1,8 @@
 """Convert the tokenizer in a GGUF file's keys to the files of a Hugging Face folder.
 
-The file has the pieces of a SentencePiece model, from which the model is built, and converted as Meta's is. A byte-pair
-vocabulary splits texts into words by a pattern, of which the file has only the name. transformers' converter is not
-used: it adds a token `<|endoftext|>`, whose id is beyond the embedding.
+From the pieces of a SentencePiece vocabulary its model is built again, and converted as Meta's is. For a byte-pair
+vocabulary the file only names the pattern that splits texts into words. transformers' converter is not used: it adds a
+token `<|endoftext|>`, whose id is beyond the embedding.
 """
 
 from collections.abc import Mapping
@@ -40,7 +40,7 @@ def read_tokenizer(params: Params, config: LlamoeBaseConfig, notes: list[str]) -
         notes: gets a line if no tokenizer can be made.
 
     Raises:
-        CheckpointError: its number of tokens is not that of the embedding.
+        CheckpointError: the tokenizer has more or fewer tokens than the embedding has rows.
     """
     prefix = "tokenizer.ggml."
     keys = {

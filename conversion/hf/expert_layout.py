@@ -26,7 +26,7 @@ _OF_MIXTRAL, _IN_FILES = ".mlp.experts", ".block_sparse_moe.experts"
 
 
 def _parts(experts: str) -> Mapping[str, tuple[str, ...]]:
-    """Map each stack's name to the names of an expert's matrices in files, for the experts of a layer."""
+    """Map each stack's name to its matrices' names in files; `experts` is the key of a layer's experts."""
     return PARTS_OF_STACKS[not experts.endswith(_OF_MIXTRAL)]
 
 

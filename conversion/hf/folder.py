@@ -1,4 +1,4 @@
-"""Read and write folders of Hugging Face: config.json with weights in safetensors, or read from .bin files."""
+"""Read and write Hugging Face folders: config.json, and weights in safetensors; .bin files are only read."""
 
 import copy
 import json
@@ -207,7 +207,7 @@ def read_config(
     """Read a config.json of transformers or llamoe.
 
     Returns:
-        the configuration; llamoe's format as which packed weights load, or None; and the layout of weights that another
+        the configuration; llamoe's format in which packed weights load, or None; and the layout of weights that another
         program has packed, or None.
 
     Raises:

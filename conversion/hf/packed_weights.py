@@ -1,4 +1,4 @@
-"""Quantize and dequantize weights as lazy tensors, one matrix at a time, of a stack one expert's.
+"""Quantize and dequantize weights as lazy tensors, one matrix at a time; a stack has one for each expert.
 
 A packed weight is the matrix of a linear layer, or a stack of experts. It is stored as several tensors, its parts
 (`modeling.quantization`). An empty model, prepared as `from_pretrained` prepares it, shows which weights are packed and
@@ -73,7 +73,7 @@ class PackedWeight:
         matrix = tensor.read()
         # The writer checks tensors, too, but codes hide NaN and infinities.
         check_finite(self.name, tensor, matrix)
-        # Cast first, as transformers' loader does.
+        # Round to bfloat16 before quantizing, as transformers' loader does.
         matrix = matrix.to(_DTYPE)
         # torch transposes a whole matrix in a third of the time that it takes for a few rows at a time.
         return self.form.quantize(matrix.T.contiguous() if self.is_input_first else matrix)

@@ -1,7 +1,7 @@
-"""View the weights that another program has packed as lazy tensors.
+"""View weights that another program has packed, as lazy tensors.
 
-`modeling.formats.packed` says what the bits mean. `from_pretrained` finds the packed tensors of each weight, and the
-layers that their author left in 16 bits, by the same function of `modeling.quantization`.
+`modeling.formats.packed` says what the bits mean. As in `from_pretrained`, a function of `modeling.quantization` finds
+the packed tensors of each weight, and the layers that their author left in 16 bits.
 """
 
 import re
@@ -61,7 +61,7 @@ def unpack_published(
                 for linears in experts
             ]
         )
-    # Biases of 0, and scales of activations.
+    # Keys of biases that are 0, and of scales of activations, which the model does not use.
     ignored = {*model._keys_passed_over}
     unused = [name for name in plain if f"^{re.escape(name)}$" in ignored]
     return (

@@ -59,7 +59,7 @@ class LazyTensor(ABC):
         """Read rows `start` to `stop` of the first axis; a tensor without axes is read whole.
 
         Returns:
-            contiguous, on the CPU, of shape `[stop - start, ...]`. Do not write to it: other reads may share it.
+            a contiguous tensor `[stop - start, ...]` on the CPU. Do not write to it: other reads may share it.
 
         Raises:
             CheckpointError: the file is shorter than its header states.
@@ -124,7 +124,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def blocks(tensor: LazyTensor) -> list[tuple[int, int]]:
-    """List the blocks in which a tensor is read and written, as first row and end."""
+    """List the blocks in which a tensor is read and written: each block's first row, and the row after its last."""
     rows, step = tensor._rows(), max(tensor.block_rows, 1)
     return [(start, min(start + step, rows)) for start in range(0, rows, step)]
 
@@ -210,7 +210,7 @@ class _Cut(LazyTensor):
 
 
 class _View(LazyTensor):
-    """A reshaped tensor, which reads those rows of the original tensor that hold the elements."""
+    """A reshaped tensor; a read of rows reads only those rows of the original tensor that hold the elements."""
 
     def __init__(self, tensor: LazyTensor, shape: Sequence[int]):
         assert prod(shape) == tensor.numel, (tensor, shape)
@@ -262,7 +262,7 @@ class _Transposed(LazyTensor):
 
 
 class Computed(LazyTensor):
-    """The result of a function of whole tensors, no larger than matrices; it must not change its arguments."""
+    """The result of a function of whole tensors, each at most one matrix; the function must not change them."""
 
     def __init__(
         self,

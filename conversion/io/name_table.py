@@ -1,8 +1,8 @@
 """Name tables: how tensors of one format, the source, become tensors of another, the target, and the reverse.
 
 A `Row` gives the tensors' names on both sides, the operation between them, and the axis along which the source's files
-hold slices. Names that no row has, and missing ones, are errors. A `Drop` names a tensor that is left out on purpose,
-with the reason.
+hold slices. A tensor without a row, and a row without its tensors, are errors. A `Drop` names a tensor that is left out
+on purpose, with the reason.
 """
 
 import re

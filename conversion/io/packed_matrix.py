@@ -1,4 +1,4 @@
-"""A lazy tensor that dequantizes matrices of another program."""
+"""A lazy tensor that dequantizes matrices that another program has packed."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -37,7 +37,7 @@ class PackedMatrix(LazyTensor):
         self._is_input_first = is_input_first
 
     def packed_as(self, form: Format) -> list[torch.Tensor] | None:
-        """Return the parts of a format with the codes as they are stored; None if it cannot hold them."""
+        """Return the tensors in which `form` stores the same codes; None if it cannot hold them."""
         with reading(self.origin, ValueError, RuntimeError):
             return self._layout.parts_of(self._tensors(), self._sizes, form)
 

@@ -1,4 +1,4 @@
-"""The planned content of a target folder: weight files, small files, and a fingerprint of both."""
+"""The planned content of a target folder: weight files, small files, and a fingerprint of all of them."""
 
 import hashlib
 import json

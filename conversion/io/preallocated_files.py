@@ -21,7 +21,7 @@ class Output:
     Attributes:
         path: the file's temporary name.
         offsets: first byte of each tensor in the file.
-        written: bytes of each tensor that are filled.
+        written: number of bytes of each tensor that are filled.
     """
 
     def __init__(self, path: Path, offsets: Mapping[str, int], size: int, mode: str):

@@ -56,7 +56,7 @@ def check_target(target: Path, resume: bool) -> None:
 
 
 def _is_empty(target: Path) -> bool:
-    """Return True if a folder holds nothing, or only what a run leaves that is killed at its first file."""
+    """Return True if a folder is empty, or holds only files of a run that was killed while it wrote the first."""
     return {path.name for path in target.iterdir()} <= {LOCK, _TEMPORARY.format(UNFINISHED)}
 
 
@@ -78,7 +78,7 @@ def _one_run(target: Path) -> Iterator[None]:
             try:
                 yield
             finally:
-                # Removed before it is released, so that no other run locks a file that is then removed. Windows refuses
+                # Remove the file before the lock is released: later, another run might have locked it. Windows refuses
                 # to remove an open file.
                 with suppress(OSError):
                     (target / LOCK).unlink()
@@ -105,7 +105,7 @@ def write(plan: Plan, target: Path, resume: bool = False, progress: Progress | N
         OSError: the disk is full or fails. Complete files stay for `resume`.
     """
     with _one_run(target):
-        # Checked while the folder is locked, since another run may have written it since the first check.
+        # Check again, now with the lock: another run may have written the folder since the first check.
         check_target(target, resume)
         _Run(plan, target, progress).write()
 
@@ -206,7 +206,7 @@ def check_finite(key: str, tensor: LazyTensor, block: torch.Tensor) -> None:
     if not block.is_floating_point() or block.dtype.itemsize == 1:
         return
     for piece in block.split(_CHECKED_AT_ONCE):
-        # A sum is many times faster than looking at each element. It may overflow; then each element is looked at.
+        # A sum is many times faster than a check of each element, which is needed only if the sum is not finite.
         if bool(torch.isfinite(piece.sum())) or bool(piece.isfinite().all()):
             continue
         count = int((~piece.isfinite()).sum())

@@ -21,7 +21,7 @@ class WriteOptions:
             transformers, vLLM and others read. "llamoe": with llamoe's model type, and llamoe_hub.py beside it. None:
             stock if it can express the model, else llamoe.
         dtype: "float32", "float16" or "bfloat16" for all floating-point tensors; None keeps the dtype of each.
-        shard_size: most bytes of a weight file, as a number or a text such as "5GB"; a larger tensor gets its own file.
+        shard_size: limit of a weight file in bytes, or a text such as "5GB"; a larger tensor gets its own file.
         resume: continue a folder that an earlier run left unfinished.
         dry_run: check and plan everything, write nothing.
         progress: an object with the methods `start(total_bytes)` and `advance(nbytes, file)`; `advance` is called for

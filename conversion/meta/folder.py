@@ -124,7 +124,7 @@ def _measure_feed_forwards(params: Params, files: Files) -> Params:
     first = files[0]
 
     def whole(suffix: str, axis: int) -> int | None:
-        """Return the size of an axis, summed over all files, of the first tensor whose name ends so; None without."""
+        """Return an axis's size, summed over all files, for the first name with this suffix; None if there is none."""
         shapes = (tensor.shape for name, tensor in first.items() if name.endswith(suffix))
         return next((shape[axis] * len(files) for shape in shapes if len(shape) > axis), None)
 
@@ -197,7 +197,7 @@ def save_meta(
 
 
 def _generation_to_write(config: LlamoeBaseConfig, tokenizer: bytes | None) -> int:
-    """Choose the generation, 2, 3 or 4; for a dense model by its tokenizer, or without one by vocabulary and base."""
+    """Choose 2, 3 or 4; for a dense model by its tokenizer, or without one by vocabulary size and rotary base."""
     if not isinstance(config, LlamoeDenseConfig):
         return 4
     rope = config.rope_parameters or {}

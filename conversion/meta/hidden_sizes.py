@@ -38,7 +38,7 @@ def expert_size(
 def fit_dense(dim: int, inner: int) -> tuple[int, float | None]:
     """Find multiple_of and ffn_dim_multiplier that give a dense feed-forward the inner size `inner`.
 
-    The first that fits is taken of: released pairs; a power of two and no multiplier; no rounding and a multiplier.
+    The first that fits is taken: a pair of Meta's releases, a power of two and no multiplier, or 1 and a multiplier.
     """
     for pair in (*_PUBLISHED, *((power, None) for power in _POWERS)):
         if feed_forward_size(dim, *pair) == inner:
@@ -57,12 +57,12 @@ def fit_mixture(dim: int, inner: int, expert: int) -> tuple[int, float, float, f
         if expert_size(dim, multiple_of, multiplier, 4.0) == expert:
             return multiple_of, multiplier, 4.0, 1.0
     multiplier = _multiplier(dim, inner)
-    # Large enough that the capacity factor is not negative.
+    # Choose ffn_exp so large that the capacity factor is not negative.
     ffn_exp = 4.0 * math.ceil(2 * expert / inner + 1)
     scaled = expert_size(dim, 1, multiplier, ffn_exp, auto_scale=False)
     return 1, multiplier, ffn_exp, scaled / (expert + 0.5) - 1
 
 
 def _multiplier(dim: int, inner: int) -> float:
-    # Half more than needed, since the formula rounds the product down.
+    # Aim for half a channel more than needed, since the formula rounds the product down.
     return (inner + 0.5) / int(2 * (4 * dim) / 3)

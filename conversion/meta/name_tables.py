@@ -134,7 +134,7 @@ _LLAMA = (
     Drop("layers.{i}.attention.inner_attention.rope.freqs", _COMPUTED),
 )
 
-# The decoder of Llama 4: names that both sets have.
+# The decoder of Llama 4: names that the releases and Meta's modules share.
 _LLAMA4_SHARED = (
     Row("tok_embeddings.weight", "model.embed_tokens.weight", axis=0),
     *_ENDS,
@@ -230,8 +230,8 @@ def llama4_table(config: LlamoeBaseConfig, to_write: bool = False) -> Table:
 
     The table for writing has the names of the releases, the table for reading both sets of names.
     """
-    # The releases have this name of a norm in layers with experts, and that in `_LLAMA4_RELEASE` in dense layers. Of
-    # several rows that fit a name, the first is taken.
+    # In the releases this norm is named so in layers with experts, and as in `_LLAMA4_RELEASE` in dense layers. If
+    # several rows fit a name, the first is taken.
     norm = "feed_forward.norm.weight", "post_attention_layernorm.weight"
     if to_write:
         mixtures = config.get_text_config().moe_layers

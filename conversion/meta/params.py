@@ -19,7 +19,7 @@ from .hidden_sizes import expert_size, feed_forward_size, fit_dense, fit_mixture
 _SCALED_FROM, _LOW_FACTOR = 8192, 1.0
 # Entries of params.json for rotary scaling, and their names in `rope_parameters`.
 _FACTORS = {"rope_scaling_factor": "factor", "rope_high_freq_factor": "high_freq_factor"}
-# Values of the entries, by generation, if params.json lacks them. Llama 3's code ignores the entries and has these.
+# Values of the entries, by generation, if params.json lacks them. Llama 3's code always uses its two values.
 _SCALING = {3: (8.0, 4.0), 4: (16.0, 1.0)}
 # Width, heads and key-value heads of Llama 3.2 1B and 3B. Their params.json has no factor, and Llama 3's code takes 8,
 # but their published configurations have 32.
@@ -261,7 +261,7 @@ def _add_dense(params: dict[str, Any], config: LlamoeDenseConfig, generation: in
     if multiplier is not None:
         params["ffn_dim_multiplier"] = multiplier
     rope = config.rope_parameters or {}
-    # Written also for a large vocabulary: without a tokenizer, a reader takes that for Llama 3 with its base.
+    # Needed also for a large vocabulary: without a tokenizer, a reader takes the model for Llama 3, with its base.
     if generation == 3 or rope.get("rope_theta") != 10000.0 or config.vocab_size > LARGEST_SENTENCEPIECE:
         params["rope_theta"] = rope.get("rope_theta")
     if rope.get("rope_type") == "llama3":
@@ -326,7 +326,7 @@ def _write_vision(config: LlamoeVisionConfig) -> dict[str, Any]:
     dim, inner = config.hidden_size, config.intermediate_size
     ratio = inner / dim
     if int(ratio * dim) != inner:
-        # Half more, so that Meta's code, which rounds the product down, gets `inner`.
+        # Aim for half a channel more, so that Meta's code, which rounds the product down, gets `inner`.
         ratio = (inner + 0.5) / dim
     return {
         "image_size": {"height": config.image_size, "width": config.image_size},

@@ -47,7 +47,7 @@ _MLP = "model.layers.{i}.mlp."
 _MIXTURE = (
     Row("layers.{i}.feed_forward.gate.weight", _MLP + "gate.weight"),
     Row("layers.{i}.feed_forward.experts.{e}.w{part}.weight", _MLP + "experts.{e}.w{part}.weight"),
-    # The first release of Mixtral 8x7B.
+    # Names of the first release of Mixtral 8x7B.
     Row("layers.{i}.block_sparse_moe.gate.weight", _MLP + "gate.weight"),
     Row(
         tuple(f"layers.{{i}}.block_sparse_moe.{name}" for name in ("w1", "w3", "w2")),

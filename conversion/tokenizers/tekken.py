@@ -1,7 +1,7 @@
 """Convert the tokenizer of Mistral AI's newer models, tekken.json.
 
 The file holds tokens in base64 with their ranks, the pattern that splits a text into words, and since version 11 the
-special tokens. A model may use only the first of the tokens. Special tokens have the first ids, so another token's id
+special tokens. A small model may use only the first tokens. Special tokens have the first ids, so another token's id
 is its rank plus the number of special tokens. Text that spells a special token becomes that token, since chat templates
 write special tokens as text; mistral-common never makes a special token from text.
 

@@ -35,7 +35,7 @@ def extend_tokenizer(
     `companions` are the folder's small files by name, among them tokenizer.json, or a tokenizer.model to make it from.
 
     Returns:
-        all files, those of the tokenizer changed; and the ids of `special_tokens`. New ids follow all old ones.
+        all files, with the changed ones of the tokenizer; and the ids of `special_tokens`. New ids follow all old ones.
 
     Raises:
         CheckpointError: there is no tokenizer, or it is damaged.
@@ -118,7 +118,7 @@ class Vocabulary:
     Attributes:
         files: the decoder's small files by name, with the extended tokenizer.
         ids: the tokens for pictures and messages, and their ids.
-        known: number of tokens before.
+        known: number of tokens before the extension.
         rows: number of rows that the embedding needs now.
         pad_token_id: id of the padding token.
         notes: sentences for the user about the changes.

@@ -1,8 +1,8 @@
 """Compare two checkpoints by tensors, configurations and outputs for random tokens.
 
 Both are opened under Hugging Face's keys, whatever their format, and run by llamoe's model classes in float32. So the
-comparison shows differences between the files. It does not show an error of llamoe's that affects both sides alike; for
-these, the tests compare readers and models with other implementations.
+comparison shows differences between the files. It does not show errors of llamoe's that affect both sides alike; for
+such errors, the tests compare readers and models with other implementations.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Verification:
 
     Attributes:
         a, b: paths of the checkpoints.
-        kinds: `Checkpoint.kind` of both.
+        kinds: `Checkpoint.kind` of both checkpoints.
         compared: number of tensors that were compared.
         differences: key of each tensor that differs to a description, in the order of a's model.
         is_rounded: whether all tensors are equal after rounding the wider of two dtypes to the narrower.
@@ -160,7 +160,7 @@ def verify(
 
     Args:
         a: a folder or file that `open_checkpoint` reads, or its result.
-        b: another one.
+        b: the checkpoint to compare it with.
         tokens: number of random tokens in a row; no more than both models accept are drawn.
         rows: number of rows.
         seed: random seed of tokens and pictures.

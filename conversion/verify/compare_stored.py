@@ -1,9 +1,9 @@
 """Compare the tensors and configuration fields of two checkpoints.
 
-Fields that differ are of two kinds. With other fields of the structure (experts, heads, the pairing of rotated
-channels), other weights may compute the same, so outputs have to be compared. Fields of the function change what the
-same weights compute, although a few random tokens may not show it: a chunk of attention is full only after thousands of
-tokens.
+Fields that differ are of two kinds. If fields of the structure (experts, heads, the pairing of rotated channels)
+differ, models with different weights may compute the same, so outputs have to be compared. Fields of the function
+change what the same weights compute, although a few random tokens may not show it: a chunk of attention is full only
+after thousands of tokens.
 """
 
 import copy
@@ -156,7 +156,7 @@ def _structure(config: LlamoeBaseConfig) -> dict[str, Any]:
 
 
 def _function(config: LlamoeBaseConfig) -> dict[str, tuple[Any, Any]]:
-    """Return each field of the function with a value for printing, and one that is equal if the effect is equal."""
+    """Return each field of the function with a value to print, and a value to compare, which describes the effect."""
     if isinstance(config, LlamoeVisionConfig):
         return _function_of_tower(config)
     plans = [config.layer_plan(layer_idx) for layer_idx in range(config.num_hidden_layers)]
@@ -199,11 +199,11 @@ def _function_of_tower(config: LlamoeVisionConfig) -> dict[str, tuple[Any, Any]]
 
 
 def _rotary(config: LlamoeBaseConfig) -> tuple:
-    """Return the rotary frequencies and their scaling, which are equal for two spellings of the same rotation."""
+    """Return rotary frequencies and scaling, which are equal if two configurations describe the same rotation."""
     with torch.device("cpu"):
         rotary = RotaryEmbedding(config)
     by_length = None
-    # These types also depend on the sequence's length.
+    # Frequencies of these types also depend on the sequence's length.
     if rotary.rope_type in ("dynamic", "longrope"):
         by_length = (sorted(config.rope_parameters.items(), key=str), config.max_position_embeddings)
     return rotary.inv_freq.tolist(), rotary.attention_scaling, by_length

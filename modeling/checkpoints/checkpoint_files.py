@@ -22,7 +22,7 @@ class _Loading:
 
     # Which experts to keep in RAM or on disk (`offload.OffloadRequest`).
     offload: Any = None
-    # `activations` as the caller of `from_pretrained` wants them; None: as the folder's quantization_config says.
+    # `activations` in the quantization config of `from_pretrained`'s caller; None: the folder's own config decides.
     activations: str | None = None
     # How another program has packed the folder's weights (`formats.packed.Layout`); None if none has.
     layout: Any = None

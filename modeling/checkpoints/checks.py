@@ -36,7 +36,7 @@ def check_tensors(model: "PreTrainedModel", tensors: Iterable[Stored], load_conf
             a dtype that the model cannot take.
     """
     quantizer = load_config.hf_quantizer
-    # Other quantizers check their dtypes themselves.
+    # Other libraries' quantizers check the dtypes of their tensors themselves.
     checks_dtypes = quantizer is None or getattr(quantizer, "checks_shapes", False)
     rules, state = load_config.weight_mapping or (), model.state_dict()
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
@@ -84,7 +84,7 @@ def check_made(model: "PreTrainedModel", loading_info: Any, source: Any) -> None
         CheckpointError: fusing or quantizing failed, or a part of a packed weight is missing or has a wrong shape.
     """
     for key, details in loading_info.conversion_errors.items():
-        # The details are a traceback, whose last line is the message, and then transformers' own line "Error: …".
+        # `details` is a traceback, whose last line is the message, and then transformers' own line "Error: …".
         message = details.rpartition("\nError: ")[0].rpartition("\n")[2]
         raise CheckpointError(f"{source or 'state_dict'}: {key}: {message}")
     wrong_shapes = {

@@ -1,7 +1,7 @@
 """Operations by which transformers' loader fuses experts that a checkpoint stores one by one.
 
 Mixtral's files store each expert's matrices as tensors of their own, and transformers has rules that fuse them. Some
-quantizers and trainers write Llama 4's experts so, too: as linear layers `[out, in]`, in one of two spellings.
+quantizers and trainers write Llama 4's experts so, too: as linear layers `[out, in]`, under names of one of two kinds.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -43,7 +43,7 @@ class FuseExperts(ConversionOps):
         """Return the stack, under the pattern of its name.
 
         Raises:
-            CheckpointError: an expert lacks a matrix, has a matrix in two spellings, or one of another shape.
+            CheckpointError: an expert lacks a matrix, has a matrix under two names, or one of another shape.
         """
         counts = {pattern: len(input_dict[pattern]) for pattern in source_patterns if pattern in input_dict}
         path, _, stack = full_layer_name.rpartition(".")
@@ -83,7 +83,7 @@ SPLIT_LLAMA4 = [
     )
     for stack, parts in PARTS_OF_STACKS[True].items()
 ]
-"""Rules for transformers' loader, which fuse Llama 4's experts that are stored one by one, in either spelling."""
+"""Rules for transformers' loader, which fuse Llama 4's experts that are stored one by one, by either kind of names."""
 
 
 def fuse_in_place(rules: Iterable[Any]) -> None:
@@ -102,7 +102,7 @@ def transposed_for_shards(
     """Return a state dict in which Llama 4's single experts are transposed, so that each process loads its shard.
 
     transformers cuts each expert's matrix along the axes of its stack. The files have matrices `[out, in]`, but Llama
-    4's stacks are input-first. Tensors of files are mapped, not read.
+    4's stacks are input-first, `[E, in, out]`. Files are memory-mapped, not read.
 
     Returns:
         the given `state_dict` if the model is not sharded, or the checkpoint has no such experts.

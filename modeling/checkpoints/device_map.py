@@ -41,7 +41,7 @@ def settle_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> dict[s
     """
     tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", {})
     device_map = dict(device_map)
-    # A tied weight to which the map gives no device gets that of the weight to which it is tied.
+    # A tied weight without a device gets the device of the weight to which it is tied.
     for name, source in tied.items():
         if device_of(name, device_map) is None and (device := device_of(source, device_map)) is not None:
             device_map[name.rpartition(".")[0]] = device

@@ -62,7 +62,7 @@ class StoredStack:
     """A checkpoint's tensors for one stack.
 
     Attributes:
-        whole: tensors with all experts, by the suffix of their names: "" for a plain stack, or for the codes.
+        whole: tensors with all experts, by the suffix of their names: "" for a plain stack or a packed stack's codes.
         single: tensors of single matrices, first by the number of the expert and the matrix's position in the stack
             (`PLACES`: gate before up), then by kind.
     """
@@ -177,9 +177,9 @@ def shape_of_one(experts: Experts, stack: str) -> tuple[int, int]:
 
 
 def _check_single(stack: str, experts: Experts, stored: StoredStack) -> None:
-    """Check that each expert's matrices are stored one by one.
+    """Check tensors of experts that are stored one by one.
 
-    What packed matrices have beside their codes is checked when they are unpacked.
+    Packed matrices' other tensors, such as scales, are checked when the matrices are unpacked.
     """
     first: Any = stored.first
     parts, count = PARTS_OF_STACKS[experts.is_transposed][stack], experts.num_experts

@@ -3,9 +3,9 @@
 transformers writes file by file into the folder. If it is interrupted, shards of the older and the newer model stay
 there, and load together in silence. Here all files are written to a hidden folder inside the target, which is on the
 same file system. Then the older files are removed, config.json first, and the new ones moved to the target, config.json
-last. An error while files are written leaves the older model unchanged, a kill between two moves a folder that does not
-load, since it lacks config.json. An adapter may be saved beside its model's config.json, so of an adapter the file of
-weights is removed first and moved last.
+last. An error while files are written leaves the older model unchanged. A kill between two moves leaves a folder that
+does not load, since it lacks config.json. An adapter may be saved beside its model's config.json, so an adapter's
+weights are removed first and moved last.
 """
 
 import os
@@ -29,7 +29,7 @@ from .._private_api import registered_conversions
 from ..parallel import is_shared, joined, sharded_adapter, size_of
 from .whole_folders import sync
 
-# Files and folders of jobs whose processes have each written their shards. transformers prefers them to other weights.
+# Files and folders in which each process has saved its shards. transformers reads them before other weights.
 _DISTRIBUTED = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors|sharded|consolidated")
 
 # The save that is running.
@@ -37,7 +37,7 @@ _current: ContextVar["_Save | None"] = ContextVar("llamoe_save", default=None)
 
 
 class _Save:
-    """One save: takes files in a hidden folder, then moves them to the target."""
+    """One save: makes a hidden folder, in which files are written, and moves them to the target."""
 
     def __init__(self, target: str | os.PathLike, variant: str | None):
         self.target = Path(target)
@@ -205,7 +205,7 @@ class AtomicSaveMixin(PreTrainedModel):
                 )
         finally:
             _current.reset(saving)
-        # transformers, too, waits for the writing process, but before its files are moved to the target.
+        # transformers' own wait for the writing process ends before the files are moved to the target.
         if has_to_wait:
             dist.barrier()
 

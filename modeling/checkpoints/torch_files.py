@@ -32,7 +32,7 @@ def read_torch(path: str | os.PathLike) -> Any:
     check_regular(path)
     try:
         _check_records(path)
-        # Meta's checkpoints hold byte streams beside the weights.
+        # Meta's checkpoints also hold byte streams, which torch refuses by default.
         with torch.serialization.safe_globals([io.BytesIO, bytes]):
             content = load_without_storage(path)
         return _with_headers(content)

@@ -12,7 +12,7 @@ UNFINISHED = ".llamoe-unfinished.json"
 
 
 def check_whole(folder: str | os.PathLike, subfolder: str = "") -> None:
-    """Raise a `CheckpointError` for a folder that a command is writing, or has left unfinished."""
+    """Raise a `CheckpointError` if a command is still writing the folder, or was stopped before its end."""
     path = Path(folder, subfolder)
     if (path / UNFINISHED).exists():
         raise CheckpointError(

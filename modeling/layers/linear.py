@@ -5,7 +5,7 @@ from torch import nn
 
 from ..kernels import linear
 
-# torch's function: if other code replaces `nn.Linear.forward`, the replacement is called.
+# torch's own `forward`: if other code has replaced it, `Linear` calls the replacement.
 _FORWARD = nn.Linear.forward
 
 
@@ -20,7 +20,7 @@ class Linear(nn.Linear):
 
 
 def make_layers_plain(model: nn.Module) -> None:
-    """Turn all `Linear` of a model into `nn.Linear`, in place: other libraries' quantizers replace only that class."""
+    """Turn a model's `Linear` layers into `nn.Linear`, in place: other libraries' quantizers ignore subclasses."""
     for module in model.modules():
         if type(module) is Linear:
             module.__class__ = nn.Linear  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,14 +1,14 @@
 """Rotary position embedding (Su et al. 2021, arXiv 2104.09864), computed in float32.
 
-A checkpoint's weights are made for one of two pairings of channels. The config's `rope_interleave` says which; weights
-are never permuted:
+A checkpoint's weights are trained for one of two pairings of channels. The config's `rope_interleave` says which, so
+weights are never permuted:
 
 * interleaved: channels (2j, 2j+1) rotate together (Meta's reference, Llama 4);
 * half-split: channels (j, j + D/2) rotate together (Hugging Face's permuted LLaMA 1 and 2 weights).
 
 transformers' functions compute frequencies and their scaling (linear, dynamic, yarn, longrope, llama3, proportional).
-`dynamic` and `longrope` choose frequencies by the highest position of a forward. So a prompt in pieces can give other
-results than the whole prompt at once; llamoe equals transformers for the whole prompt.
+`dynamic` and `longrope` choose frequencies by the highest position in a forward. So a prompt given in pieces can have
+other results than in one forward, for which llamoe equals transformers.
 
 A pair (a, b) becomes `(a cos - b sin, b cos + a sin)`; its angle is its position times its frequency.
 
@@ -35,7 +35,7 @@ class RotaryEmbedding(nn.Module):
         super().__init__()
         self.config = config
         self.rope_type = config.rope_parameters["rope_type"]
-        # `dynamic_rope_update` reads this, and changes `max_seq_len_cached`.
+        # The decorator `dynamic_rope_update` reads this attribute, and changes `max_seq_len_cached`.
         self.original_max_seq_len = config.max_position_embeddings
         self.register_buffer("inv_freq", None, persistent=False)
         self.register_buffer("original_inv_freq", None, persistent=False)
@@ -50,7 +50,7 @@ class RotaryEmbedding(nn.Module):
     def _apply(self, fn, recurse=True):
         was_meta = self.inv_freq.is_meta
         super()._apply(fn, recurse)
-        # A cast has rounded the frequencies; `to_empty` of a model on the meta device has left them undefined.
+        # Compute the frequencies again after a cast, which rounds them, or `to_empty`, which leaves them undefined.
         if self.inv_freq.dtype != torch.float32 or (was_meta and not self.inv_freq.is_meta):
             self._reset(self.inv_freq.device)
         return self
@@ -87,7 +87,7 @@ def of_channels(cos: torch.Tensor, sin: torch.Tensor, interleave: bool) -> tuple
     """Return cosines and sines for every channel; sines of the first channel of a pair are negated.
 
     Args:
-        cos, sin: `[B or 1, T, R]`, of every pair.
+        cos, sin: `[B or 1, T, R]`, of each pair's angle.
         interleave: pair channels (2j, 2j+1); else (j, j + D/2).
 
     Returns:
@@ -101,7 +101,7 @@ def of_channels(cos: torch.Tensor, sin: torch.Tensor, interleave: bool) -> tuple
 
 
 def rotate(x_BTHD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleave: bool) -> torch.Tensor:
-    """Rotate each pair of channels of queries or keys `[B, T, H, D]` by its angle, and return their dtype.
+    """Rotate each pair of channels of queries or keys `[B, T, H, D]` by its angle; keep their shape and dtype.
 
     The computation is in float32, or in float64 for float64 input. `cos` and `sin` are those that `of_channels` returns
     for the same `interleave`.
@@ -118,8 +118,8 @@ def rotary_2d_cos_sin(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return cosines and sines of every patch's angles.
 
-    In Llama 4 the first half of a head's rotated pairs rotates with the patch's column x, the second half with its row
-    y (in Pixtral it is the other way round). Coordinates start at one: the class token, which is not rotated, has zero.
+    As in Llama 4, the angles of the first half of a head's pairs grow with the patch's column x, those of the second
+    half with its row y (in Pixtral vice versa). x and y start at one: zero belongs to the class token, not rotated.
     Source: Meta's llama-models, `models/llama4/vision/encoder.py`.
 
     Each forward computes the angles again: a buffer would be rounded by a cast of the model, and undefined after

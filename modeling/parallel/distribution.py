@@ -1,6 +1,6 @@
 """A model over several devices: the methods that transformers calls to load and save shards.
 
-The plans are data (`configuration.parallel`); here they are applied to a model, and undone when it is saved.
+`configuration.parallel` has the plans, as data; here they are applied to a model, and undone when it is saved.
 """
 
 from transformers import PreTrainedModel
@@ -10,15 +10,15 @@ from .gathering import is_sharded, joined, size_of
 
 
 class Distributed(PreTrainedModel):
-    """Tensor, expert, pipeline and FSDP2 parallelism; a base class to name before `PreTrainedModel`."""
+    """Base class for tensor, expert, pipeline and FSDP2 parallelism; name it before `PreTrainedModel`."""
 
     @classmethod
     def maybe_distribute_model(cls, model, distributed_config, mesh):
         """Distribute the empty model over the devices; `from_pretrained` calls this before it reads a weight.
 
         Raises:
-            ValueError: the model is quantized. A share would cut through groups of weights, scales have no plan, and
-                stages of a pipeline exchange activations in the dtype of their first parameter.
+            ValueError: the model is quantized: shards would split groups of weights with one scale, the plans lack the
+                scales, and pipeline stages send activations in the dtype of the first parameter.
         """
         if mesh is not None:
             if any(getattr(module, "is_packed", False) for module in model.modules()):
@@ -46,7 +46,7 @@ class Distributed(PreTrainedModel):
 
     def gather_sharded_state_dict_for_save(self, model_to_save, state_dict, distributed_config, **kwargs):
         """Gather the shards; `save_pretrained` calls this in every process."""
-        # transformers gathers only models that it has sharded, and then the model's tensors, not those that are given.
+        # transformers gathers only models that it has sharded itself, and their own tensors in place of `state_dict`.
         if distributed_config is None or not is_sharded(state_dict.values()):
             whole = joined(state_dict)
             return whole if kwargs.get("save_on_this_rank", True) else {}

@@ -13,12 +13,12 @@ from transformers import PreTrainedModel
 
 
 def size_of(config: Any, name: str) -> int:
-    """Return a size, such as `tp_size`, from a model's config or its `distributed_config`; 1 if unset."""
+    """Return `tp_size` for "tp", and so on; 1 if unset. `config` is a model's config or `distributed_config`."""
     return getattr(getattr(config, "distributed_config", config), f"{name}_size", None) or 1
 
 
 def is_sharded(tensors: Iterable[Any]) -> bool:
-    """Return True if a tensor is a `DTensor`, whose shards several processes hold."""
+    """Return True if any tensor is a `DTensor`, of which each process holds a shard."""
     return any(isinstance(tensor, DTensor) for tensor in tensors)
 
 
@@ -31,20 +31,20 @@ def is_shared(model: PreTrainedModel, state_dict: dict[str, Any] | None) -> bool
 
 
 def sharded_adapter(model: PreTrainedModel) -> dict[str, Any] | None:
-    """Return an adapter's tensors, gathered for saving, if the model is sharded; else None.
+    """Return an adapter's tensors, not yet gathered, if the model is sharded; else None.
 
-    transformers would select them in the first process only, where shards cannot be gathered.
+    transformers would select them in the first process only, but all must take part in gathering.
     """
     whole = model.state_dict()
     if not is_sharded(whole.values()):
         return None
-    # peft selects by name. Given tensors, it might also gather them, in the first process alone.
+    # peft selects by name. It gets names in place of tensors, which it might also gather.
     wanted = set(model.get_adapter_state_dict(state_dict={name: name for name in whole}).values())
     return {name: tensor for name, tensor in whole.items() if name in wanted}
 
 
 def joined(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy with the shards of each tensor gathered on the CPU; all processes call this together."""
+    """Return a copy with each sharded tensor gathered, on the CPU; all processes call this together."""
     return {
         name: value.full_tensor().detach().cpu() if isinstance(value, DTensor) else value
         for name, value in state_dict.items()

@@ -16,7 +16,7 @@ from .published import named_matrices
 
 bnb = pytest.importorskip("bitsandbytes", reason="needs bitsandbytes")
 
-# An expert's matrices are 52 x 72: 58 and a half blocks of 64 numbers, so that no block may span gate and up.
+# An expert's matrices are 52 x 72, or 58 and a half blocks of 64 numbers: a block that spans gate and up is wrong.
 FAMILIES = {
     "llama4": (llamoe.LlamoeForCausalLM, lambda: text_config(num_hidden_layers=2, moe_layers=[1])),
     "mixtral": (llamoe.LlamoeMixtralForCausalLM, lambda: mixtral_config(num_hidden_layers=1)),

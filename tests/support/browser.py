@@ -46,8 +46,8 @@ class PageServer:
 
     def __init__(self, folder, *words):
         self.log = Path(tempfile.mkdtemp()) / "log"
-        # Without a display the command cannot open a window. The proxy does not answer: as in some offices, requests to
-        # this machine must not go through the proxy.
+        # Without a display the command cannot open a window. The proxy does not answer, so a request to this machine
+        # that went through the proxy would fail.
         env = os.environ | {"HTTP_PROXY": "http://127.0.0.1:1", "HTTPS_PROXY": "http://127.0.0.1:1"}
         for name in ("DISPLAY", "WAYLAND_DISPLAY", "NO_PROXY", "no_proxy"):
             env.pop(name, None)

@@ -1,6 +1,6 @@
-"""Write folders of chat models: the small model's tokenizer and template, with random weights.
+"""Write chat models with random weights, and the tokenizer and template of the trained model examples/llamoe-tiny.
 
-Beside them stand the answers that the small model itself gives about the repository's pictures.
+`ABOUT_TWO` and `ABOUT_THREE` are the answers that the trained model gives about pictures of the repository.
 """
 
 import torch

@@ -15,7 +15,7 @@ class MetaCase:
     """A small model in Meta's format, with random weights.
 
     Attributes:
-        name: its name in the table of parity.
+        name: the model's name in the parity table that the tests print.
         params: the content of params.json.
         vocabulary: number of rows of the embedding, with special tokens; a multiple of every number in `counts`.
         counts: numbers of files into which the weights can be split.
@@ -48,7 +48,7 @@ class MetaCase:
         return self.vocabulary - self.special_tokens + releases.PATCH_OFFSET
 
     def weights(self, dtype=torch.float32, seed: int = 0) -> dict[str, torch.Tensor]:
-        """Draw whole weights, by unfused names."""
+        """Draw tensors that are not split over files, by the names of Meta's modules."""
         return releases.make_weights(self.params, self.vocabulary, dtype, seed)
 
     def tokenizer(self) -> bytes:
@@ -84,7 +84,7 @@ class MetaCase:
         return folder
 
     def read(self, folder: Path) -> dict[str, torch.Tensor]:
-        """Read a folder in Meta's format by `torch.load` alone; return whole weights, by unfused names."""
+        """Read a folder in Meta's format by `torch.load` alone; return joined tensors by Meta's module names."""
         ranks = releases.read_ranks(folder)
         return releases.join(
             [releases.unfuse(rank, self.params, len(ranks)) for rank in ranks], self.embedding_axis

@@ -29,7 +29,7 @@ if __name__ == "__main__":
     assert mtmd_cpp.mtmd_tokenize(context, chunks, ctypes.byref(text), bitmaps, 1) == 0
     count = mtmd_cpp.mtmd_input_chunks_size(chunks)
     pieces = [mtmd_cpp.mtmd_input_chunks_get(chunks, index) for index in range(count)]
-    # The tokens before and after the picture are chunks of text.
+    # Take the picture's chunk: the tokens before and after the picture are chunks of text.
     image = mtmd_cpp.MTMD_INPUT_CHUNK_TYPE_IMAGE
     (chunk,) = (piece for piece in pieces if mtmd_cpp.mtmd_input_chunk_get_type(piece) == image)
     assert mtmd_cpp.mtmd_encode_chunk(context, chunk) == 0

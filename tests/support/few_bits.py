@@ -49,8 +49,8 @@ _FAMILIES = {
 }
 FAMILIES = tuple(_FAMILIES)
 WEIGHTS = ("int4", "int8")
-# Largest `distance` of logits in bfloat16, which two computations of the same weights round in another order. Measured:
-# up to 0.02 from each other, and each as far from float32; a wrong computation gives 0.3 and more.
+# Largest `distance` between bfloat16 logits of the same weights that were computed in two ways, and so rounded in
+# different orders. Measured: up to 0.02, as from float32; a wrong computation gives 0.3 and more.
 CLOSE = 0.04
 
 # Keeps the folders of `save` until the process ends.
@@ -120,7 +120,7 @@ def logits(model: torch.nn.Module, ids: torch.Tensor | None = None, **kwargs) ->
 
 
 def route_by_position(monkeypatch) -> None:
-    """Choose each token's experts by its position alone, as rounding could change the choice; keep the scores."""
+    """Choose each token's experts by its position, since rounding could change the router's choice; keep the scores."""
     original = Router.choose
 
     def choose(router, logits_TE):

@@ -18,7 +18,7 @@ from support import programs
 import llamoe
 from llamoe.conversion import inspect
 
-# What the process may allocate after its imports, and what a job may take by default.
+# The memory that the process may allocate after its imports, and the time that a job may take by default.
 MEGABYTES = 1024
 SECONDS = 20.0
 
@@ -55,11 +55,11 @@ class Guard:
             pytest.fail(f"{job} {arguments} ended the process")
 
     def refused(self, job: str, says: str, **arguments) -> str:
-        """Check that a job raises one of our two errors of files, with a text that matches `says`; return the text."""
+        """Check that a job raises a `CheckpointError` or `ConfigurationError` that matches `says`; return its text."""
         outcome = self.run(job, **arguments)
         assert {"CheckpointError", "ConfigurationError"} & {*outcome.kinds}, outcome
         assert re.search(says, outcome.message), outcome
-        # Names of temporary folders may be long.
+        # Paths of temporary folders, which may be long, do not count for the length.
         message = outcome.message
         for value in arguments.values():
             message = message.replace(str(value), "")
@@ -101,7 +101,7 @@ def run(job: str, arguments: dict, seconds: float) -> Outcome:
 
     signal.signal(signal.SIGALRM, end)
     signal.setitimer(signal.ITIMER_REAL, seconds)
-    # End the process if the job lets Python handle no signal.
+    # End the process if the job keeps Python from handling the signal, as a loop in C does.
     faulthandler.dump_traceback_later(3 * seconds, exit=True)
     try:
         JOBS[job](**arguments)
@@ -115,7 +115,7 @@ def run(job: str, arguments: dict, seconds: float) -> Outcome:
 
 def limit_memory() -> None:
     """Limit what this process may allocate from now on, and discard its output."""
-    # A forked process has none of its parent's threads.
+    # A forked process lacks its parent's threads, so torch must not use them.
     torch.set_num_threads(1)
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)

@@ -23,7 +23,7 @@ patch_tensor = interpreter._patch_lang_tensor
 
 
 def patch_tensor_with_index(tensor, scope):
-    """Let scalars bound loops: Triton 3.6 stores them as arrays of one element, which numpy 2.4 does not convert."""
+    """Let loops have scalars as bounds: Triton 3.6 makes them one-element arrays, which numpy 2.4 does not convert."""
     patch_tensor(tensor, scope)
     scope.set_attr(tensor, "__index__", lambda self: int(np.squeeze(self.handle.data)))
 
@@ -93,5 +93,5 @@ CLOSE = 0.02
 
 
 def distance(given, truth):
-    """Return the largest difference over the largest number of the truth."""
+    """Return the largest difference, divided by the largest number in `truth`."""
     return ((given.double() - truth).abs().max() / truth.abs().max()).item()

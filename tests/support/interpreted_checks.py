@@ -108,7 +108,7 @@ def experts():
 def test_first_use_checks_once(experts, on_a_gpu, launches):
     inputs = make_rows(experts, 70, 1)
     assert max_abs(experts(*inputs), by_hand(experts, *inputs)) < 1e-5
-    # These are too many rows for the kernel.
+    # 70 rows are too many for the kernel.
     assert launches == []
     for num_rows, top_k in ((5, 1), (1, 1), (64, 1), (32, 2), (65, 1), (33, 2)):
         launches.clear()
@@ -191,7 +191,7 @@ def test_sizes_that_a_compiler_leaves_open(experts, on_a_gpu):
 @torch.no_grad()
 @pytest.mark.parametrize("trace", ["jit", "export", "fake"])
 def test_tracers(trace, experts, on_a_gpu, launches):
-    """No kernel is launched while they trace, and only programs for a fixed number of rows use checked kernels."""
+    """Tracing launches no kernel, and only traced programs for a fixed number of rows use checked kernels."""
     inputs, weights = make_rows(experts, 5, 1), dict(experts.named_parameters())
 
     def call(*inputs):

@@ -73,7 +73,7 @@ def check_product(form, sizes, num_rows, by_id=True, transposed=False, tile=None
             part[1] = float("nan")
     x = torch.randn(num_rows, sizes[0 if transposed else 1]).to(form.compute_dtype)
     ids = torch.tensor([3, 0, 3, 2, 3, 0]).repeat(num_rows)[:num_rows]
-    # Ids of no expert. Ids are int32 for some numbers of rows and int64 for others.
+    # Some rows get ids of no expert. The number of rows decides whether ids are int32 or int64.
     foreign = {4: 4, 7: 2**31 - 1, 9: 6} | ({5: -1} if by_id else {})
     for row, expert in foreign.items():
         ids[row : row + 1] = expert
@@ -300,7 +300,7 @@ def test_adapters_on_plain_experts(num_tokens, top_k, factor, on_a_gpu, no_count
 
 
 def test_linear_layers(on_a_gpu, launches, monkeypatch):
-    """Few rows take the kernel, more rows the dequantized matrix; gradients of the rows do the same."""
+    """Few rows take the kernel, more rows the dequantized matrix; so do the gradients of these rows."""
     layer = QuantizedLinear(torch.nn.Linear(190, 112, device="meta"), Int4(64))
     for name, part in layer.quantize(torch.randn(112, 190) / 190**0.5, "weight").items():
         getattr(layer, name).data.copy_(part)

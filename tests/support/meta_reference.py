@@ -1,6 +1,6 @@
 """Compute Meta's and Mistral AI's models in float64, from dictionaries of whole, unfused tensors.
 
-They are the reference of the converters' tests. The fuzzer's decoder, which uses nothing of llamoe, computes the
+The results are the reference of the converters' tests. The fuzzer's decoder, which uses nothing of llamoe, computes the
 layers; Meta's rotary frequencies and vision encoder are written out here. Weights have the names of Meta's modules
 (`layers.0.attention.wq.weight`), sizes come from a dictionary with the keys of params.json.
 
@@ -62,7 +62,7 @@ class MetaDecoder(Decoder):
         self.weights = self.renamed(weights)
 
     def renamed(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return weights by the names, and experts in the stacks, of the fuzzer's decoder."""
+        """Return the weights under the names of the fuzzer's decoder, with its stacks of experts."""
         result = {}
         for name, tensor in weights.items():
             for pattern, replacement in NAMES.items():
@@ -169,7 +169,7 @@ def encode_tiles(weights: dict[str, torch.Tensor], args: dict, tiles: torch.Tens
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Attend from every query to every key: q, k and v are `[batch, tokens, heads, d]`, the result is flattened."""
+    """Attend from every query to every key: map q, k, v `[batch, tokens, heads, d]` to `[batch, tokens, heads * d]`."""
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / math.sqrt(q.shape[-1])
     return torch.einsum("bhqk,bkhd->bqhd", softmax(scores, -1), v).flatten(2)
 

@@ -258,7 +258,7 @@ def fuse(rank: dict[str, torch.Tensor], params: dict) -> dict[str, torch.Tensor]
 
 
 def make_extras(params: dict) -> dict:
-    """Return the entries of Meta's files that are not weights: frequencies, and Llama 4's statistics and states."""
+    """Return what Meta's files hold beside weights: rotary frequencies, Llama 4's router statistics and fp8 data."""
     frequencies = torch.rand(params["dim"] // params["n_heads"] // 2)
     names = ["rope.freqs", "freqs_cis"]
     if "n_kv_heads" not in params:
@@ -341,7 +341,7 @@ def small_sentencepiece_model(vocabulary: int) -> bytes:
 
 
 def tiktoken_model(ranks: int) -> bytes:
-    """Return the bytes of a tiktoken file of so many tokens: the 256 bytes, then pairs of letters."""
+    """Return the bytes of a tiktoken file of `ranks` tokens: the 256 bytes, then pairs of letters."""
     tokens = [bytes([byte]) for byte in range(256)]
     tokens += [bytes([97 + i % 26, 97 + (3 * i + 1) % 26]) for i in range(26)][: ranks - 256]
     assert len(tokens) == ranks == len(set(tokens))

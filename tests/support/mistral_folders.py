@@ -33,7 +33,7 @@ class MistralCase:
     """A small model in Mistral AI's format, with random weights.
 
     Attributes:
-        name: its name in the table of parity.
+        name: the model's name in the parity table that the tests print.
         params: entries of params.json that replace those of `PARAMS`; None removes a key.
         theta: the rotary base.
         windows: for each layer the number of tokens that a token attends to, itself included; None: no limit.

@@ -56,6 +56,6 @@ def by_hand(experts, x, ids, weights):
 
 @contextmanager
 def forced(way):
-    """Let `Experts.way` return `way`, whatever the experts' sizes and device."""
+    """Let all experts multiply by `way` (see `Experts.way`), whatever their sizes and device."""
     with patch.object(Experts, "way", lambda *_: way):
         yield

@@ -173,7 +173,7 @@ def max_abs(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def stock_model(model_class: type[nn.Module], config, exact_in_bfloat16: bool = False) -> nn.Module:
-    """Build a stock model with weights of `make_asymmetric`, scaled for the head if it is tied to the embedding.
+    """Build a stock model with weights of `make_asymmetric`; scale a tied embedding to the size of a head's weights.
 
     With `exact_in_bfloat16`, bfloat16 holds all weights exactly, so that dtypes differ by their arithmetic alone.
     """
@@ -374,7 +374,7 @@ MULTIMODAL = MODELS[-1]
 
 
 def shallow(case):
-    """Return a class's case with two layers per stack; mixtures use `SHALLOW`."""
+    """Return a case with two layers in decoder and tower; Llama 4's decoder has those of `SHALLOW`."""
     if not case.is_text:
         fields = SHALLOW_VISION
     elif not case.is_llama4:
@@ -388,7 +388,7 @@ SHALLOW_MODELS = [shallow(case) for case in MODELS]
 
 
 def for_models(*wanted, models=MODELS):
-    """Parametrise a test over the cases for which all attributes of these names are true."""
+    """Parametrise a test over the cases of which all `wanted` attributes, as "has_experts", are true."""
     chosen = [case for case in models if all(getattr(case, name) for name in wanted)]
     return pytest.mark.parametrize("case", chosen, ids=lambda case: case.name)
 

@@ -39,7 +39,7 @@ def mixtral(**changes) -> llamoe.LlamoeMixtralForCausalLM:
 
 
 def without_kernels(monkeypatch) -> None:
-    """Disable the compiled CPU kernels, where the CPU stands in for an accelerator."""
+    """Disable the compiled CPU kernels, for tests in which the CPU acts as an accelerator."""
     monkeypatch.setattr(cpp_kernels, "_library", None)
 
 

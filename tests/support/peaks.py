@@ -30,7 +30,7 @@ def settle() -> None:
 
 def peak_of(work: Callable[[], Any]) -> tuple[Any, int]:
     """Call `work`; return its result, and the growth of the process's own memory at its peak, in bytes."""
-    # `RssAnon` is computed from these two numbers. Reading all of status so often took half of a processor.
+    # statm's two numbers give `RssAnon`. Reading the whole of /proc/self/status so often took half of a processor.
     statm = os.open("/proc/self/statm", os.O_RDONLY)
 
     def own() -> int:

@@ -25,7 +25,7 @@ WORDS = ["user", "assistant", "what", "is", "in", "the", "picture", "and", "this
 
 
 def make_processor(processor_class=Llama4Processor, size=56, max_patches=16):
-    """Return a processor whose tiles have `size` x `size` pixels, 56 and four tokens by default."""
+    """Return a processor with tiles of `size` x `size` pixels; the default tile has four tokens."""
     vocabulary = {token: index for index, token in enumerate(["[UNK]", *WORDS, *SPECIAL])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()

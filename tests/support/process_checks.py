@@ -32,7 +32,7 @@ from .process_models import (
 
 BACKENDS = ("llamoe", "eager", "grouped_mm", "batched_mm")
 LEARNING_RATE = 0.5
-# The loss that makes no logits of all tokens works piece by piece; let two rows of this vocabulary be several pieces.
+# With `skip_logits` the loss is computed piece by piece. Make pieces so small that two rows are several pieces.
 pieces.PIECE_LOGITS = 2 * 101 * 9
 
 
@@ -106,7 +106,7 @@ def compare_outputs(model, name):
 
 
 def share(text):
-    """Compare the outputs of a model, and count the bytes of this process's part; as "text tp_size=2 pp_size=2"."""
+    """Compare the outputs for `text`, as "dense tp_size=2 pp_size=2", and count this process's bytes of weights."""
     name, *sizes = text.split()
     sizes = {size: int(count) for size, _, count in (word.partition("=") for word in sizes)}
     model = load(name, distributed_config=DistributedConfig(**sizes))
@@ -157,7 +157,7 @@ def tensor(name):
 
 @check(*BACKENDS, "mixtral", "multimodal")
 def expert(name):
-    """Compare expert parallelism with one process, for a model or for "text" with a backend of the experts."""
+    """Compare expert parallelism with one process; `name` is a model's, or an experts backend's for model "text"."""
     if name in BACKENDS:
         return compare("text", "expert", experts_implementation=name)
     return compare(name, "expert")
@@ -263,7 +263,7 @@ def expert_adapters(name):
         dist.barrier()
         shared = PeftModel.from_pretrained(shared, begun, is_trainable=True)
     else:
-        # The processes draw different numbers; both must begin with those of the first.
+        # The processes draw different factors; both must begin with the factors of the first process.
         torch.manual_seed(dist.get_rank())
         shared = get_peft_model(shared, llamoe.lora_config(shared, target_modules=others, **options))
     losses = []

@@ -25,7 +25,7 @@ import llamoe
 
 from .models import max_abs
 
-# Holds the checkpoints; what checks save goes here, too.
+# Folder of the checkpoints that checks load, and of all that they save.
 FOLDER = Path(sys.argv[1])
 CLASSES = {
     "dense": "LlamoeDenseForCausalLM",
@@ -87,7 +87,7 @@ def load_sharded(name, kind, changed=lambda model: model, **kwargs):
         name: of the checkpoint.
         kind: a key of `CONFIGS`, "ddp", "accelerate" (its FSDP2), or "torch" (torch's own FSDP2).
         changed: a function that returns the model with changes; torch and accelerate distribute what it returns.
-        kwargs: options of `from_pretrained`, for keys of `CONFIGS`.
+        kwargs: options of `from_pretrained`, if `kind` is a key of `CONFIGS`.
     """
     if kind == "accelerate":
         return shard_with_accelerate(name, changed)
@@ -160,7 +160,7 @@ def difference(given, expected):
 
 
 def weight_difference(model, reference, part=""):
-    """Return the largest difference of weights from a whole model's, of those with `part` in their names."""
+    """Return the largest difference from a whole model's weights, among weights with `part` in their names."""
     expected = {name: p.detach() for name, p in reference.named_parameters() if part in name}
     given = {name: p.detach() for name, p in unwrapped(model).named_parameters() if part in name}
     assert given.keys() == expected.keys() and given
@@ -192,5 +192,5 @@ def gradient_difference(model, reference):
 
 
 def half(inputs):
-    """Return the rows of this process."""
+    """Return this process's half of the rows."""
     return {name: value.chunk(2)[dist.get_rank()] for name, value in inputs.items()}

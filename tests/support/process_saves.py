@@ -25,7 +25,7 @@ from .process_models import (
 
 KINDS = ("tensor", "expert", "fsdp", "fsdp+expert", "accelerate")
 NAMES = ("text", "top1", "mixtral", "multimodal")
-# No two devices share a single expert.
+# The model "lone" has one expert, which expert parallelism cannot distribute.
 LONE = [f"lone {kind}" for kind in KINDS if "expert" not in kind]
 
 
@@ -73,7 +73,7 @@ def text_of(name):
 def saves(kind):
     """Save a model to one folder several times, with and without a state dict, in one file or several.
 
-    At last save a whole state dict whose weights are not the model's.
+    Finally save a state dict of whole tensors that differ from the model's.
     """
     model, reference = load_sharded("text", kind), whole("text")
     folder = FOLDER / f"saves-{kind}"
@@ -85,7 +85,7 @@ def saves(kind):
         model.save_pretrained(folder, **options)
         if number >= count - 4:
             worst = max(worst, saved_difference(folder, reference))
-            # The next save replaces the files only after they are read.
+            # Wait until the files are read, before the next save replaces them.
             dist.barrier()
     other = copy_of("text")
     scale_weights(other)
@@ -110,7 +110,7 @@ def saved_adapters(kind):
 
 @check("weights", "adapter")
 def gathered(kind):
-    """Save weights that accelerate has gathered in the first process: in that process alone, and in both."""
+    """Save weights that accelerate has gathered in the first process; once that process alone saves, once both do."""
     folder, model = FOLDER / f"gathered-{kind}", copy_of("dense")
     if kind == "adapter":
         add_adapter(model)

@@ -1,7 +1,7 @@
-"""One of the processes that run a model together and compare with one process.
+"""One of the processes that run a model together, and compare it with the model in one process.
 
-process_worker.py FOLDER [CHECK…] runs the named checks, by default all, and the first process writes what both
-returned to FOLDER/results.json. A check "share …" is `process_checks.share`.
+process_worker.py FOLDER [CHECK…] runs the named checks, by default all. The first process writes the checks' figures
+of all processes to FOLDER/results.json. A check "share …" is `process_checks.share`.
 """
 
 import json

@@ -1,6 +1,6 @@
 """Run Python programs in processes that begin with torch and transformers imported.
 
-The imports take most of a short program's time. A server process (multiprocessing's `forkserver`) imports both once and
+The imports take most of a short program's time. A server process (multiprocessing's `forkserver`) does them once, and
 forks for every program. It does not import llamoe, which reads the environment when it is imported. A test must use
 `subprocess` if its program has to begin as a user's process, or if it measures memory or time of the imports.
 """
@@ -132,7 +132,7 @@ def _execute(arguments, output, errors, cwd, env):
     # which are shared with the server until they are written to. The thresholds are those of the tests.
     gc.freeze()
     gc.set_threshold(20_000, 10, 10)
-    # A forked process has none of its parent's threads.
+    # A forked process lacks its parent's threads, so torch must not use them.
     torch.set_num_threads(1)
     sys.path[:0] = filter(None, env.get("PYTHONPATH", "").split(os.pathsep))
     match arguments:

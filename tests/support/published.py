@@ -141,8 +141,8 @@ def _by_compressed_tensors(kind, codes, zero, scale, group_size):
 
 
 _SIZES = SIZES | {"head_dim": 32}
-# The 192 outputs of gate and up together are blocks of 64, the 96 of each alone are not. Each token takes all experts:
-# another order of sums, which differs between processors, could change the choice of some experts.
+# The 192 outputs of gate and up together make whole blocks of 64, the 96 of each alone do not. Each token takes all
+# experts: else the order of sums, which differs between processors, could change the choice of experts.
 _MIXTURE = dict(intermediate_size=96, num_local_experts=3, num_experts_per_tok=3)
 
 

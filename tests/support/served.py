@@ -37,7 +37,7 @@ class Server:
     def start(self, words) -> None:
         """Start the server by a command's words, and wait until it answers.
 
-        A server that was started with the same words is kept; one with other words is stopped first.
+        A running server that was started with the same words is kept; a server with other words is stopped first.
 
         Raises:
             AssertionError: the command has ended.
@@ -55,7 +55,7 @@ class Server:
             environment(self.folder),
         )
         for _ in range(1200):
-            # An open port is not enough: another process may use it since it was found to be free.
+            # An open port is not enough: another process may have taken it since it was found to be free.
             with suppress(OSError, HTTPException):
                 client = HTTPConnection("localhost", self.port, timeout=10)
                 client.request("GET", "/health")

@@ -1,4 +1,4 @@
-"""Save small models in all forms that transformers reads, for tests that damage copies of the files."""
+"""Save small models as safetensors and .bin, whole and sharded, for tests that damage copies of the files."""
 
 import json
 import shutil
@@ -21,7 +21,7 @@ FAMILIES = {
 
 
 def save_all(root: Path) -> None:
-    """Save a model of each of `FAMILIES`, and the dense one in each form of `KINDS`, to folders of their names."""
+    """Save a model of each of `FAMILIES`, and the dense one in all files of `KINDS`, to folders of these names."""
     for family, (model_class, config) in FAMILIES.items():
         make_asymmetric(model_class(config())).save_pretrained(root / family)
     model = llamoe.LlamoeDenseForCausalLM.from_pretrained(root / "dense")

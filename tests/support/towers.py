@@ -11,7 +11,7 @@ from torch import nn
 
 import llamoe
 
-# The width is not a multiple of 64. The ratio is that of open_clip's bigG, for which int(WIDTH * MLP_RATIO) rounds.
+# The width is no multiple of 64. With the ratio, open_clip bigG's, WIDTH * MLP_RATIO is no integer, and is rounded.
 WIDTH, HEADS_HERE, LAYERS, PATCH, EMBED, GRID = 104, 4, 3, 6, 40, 7
 MLP_RATIO = 4.9231
 INNER = int(WIDTH * MLP_RATIO)

@@ -30,7 +30,7 @@ def main():
     )
     model = llamoe.LlamoeDenseForCausalLM.from_pretrained(folder)
     rows = torch.randint(3, 90, (ROWS, LENGTH), generator=torch.Generator().manual_seed(1))
-    # Sequence parallelism needs positions.
+    # Under sequence parallelism the model needs explicit positions.
     positions = torch.arange(LENGTH)
     data = [{"input_ids": row, "labels": row, "position_ids": positions} for row in rows]
     trainer = Trainer(model, arguments, train_dataset=data)
