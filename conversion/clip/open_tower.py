@@ -54,7 +54,12 @@ def open_open_clip(path: Path, model: str | None) -> Checkpoint:
     if path.is_dir():
         file = next(path / name for name in OPEN_CLIP_FILES if (path / name).is_file())
     # Distributed training adds this prefix.
-    tensors = {name.removeprefix("module."): tensor for name, tensor in open_weights(file)[0].items()}
+    stored = open_weights(file)[0]
+    tensors = {name.removeprefix("module."): tensor for name, tensor in stored.items()}
+    if len(tensors) < len(stored):
+        raise CheckpointError(
+            f"{file}: holds tensors both with and without the prefix module. Remove one of each."
+        )
     # An open_clip_config.json describes the weights beside it only if their file has the name that open_clip gives.
     described, settings = file.with_name(OPEN_CLIP_CONFIG), {}
     if file.name in OPEN_CLIP_FILES and described.is_file():

@@ -12,7 +12,7 @@ Shapes: O outputs, I inputs, B blocks of a matrix.
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -161,7 +161,7 @@ class Bnb(Format):
         if self.quant_type == "int8":
             if (layout := tensors.get("weight_format")) is not None and layout.any():
                 raise CheckpointError(f"weight_format is {int(layout.max())}, not 0 (row-major). {_REMEDY}")
-            return [tensors["weight"], tensors["SCB"].float()]
+            return self._checked([tensors["weight"], tensors["SCB"].float()], sizes)
         state = json.loads(bytes(tensors[self.kinds[-1]].tolist()))
         names = ("quant_type", "blocksize", "shape", "nested_blocksize")
         stored = [state.get(name) for name in names]
@@ -171,9 +171,17 @@ class Bnb(Format):
         # Files may store two codes a byte, or these bytes as numbers of another dtype (bnb_4bit_quant_storage).
         codes = tensors["weight"].contiguous().view(torch.uint8).flatten()
         if not self.is_nested:
-            return [codes, tensors["weight.absmax"].float()]
-        offset = torch.tensor(state["nested_offset"])
-        return [codes, tensors["weight.absmax"], tensors["weight.nested_absmax"].float(), offset]
+            return self._checked([codes, tensors["weight.absmax"].float()], sizes)
+        nested = [tensors["weight.nested_absmax"].float(), torch.tensor(state["nested_offset"])]
+        return self._checked([codes, tensors["weight.absmax"], *nested], sizes)
+
+    def _checked(self, parts: list[torch.Tensor], sizes: Sizes) -> list[torch.Tensor]:
+        # bitsandbytes does not check shapes: it would read beyond the end of tensors that are too short.
+        shapes = [tuple(part.shape) for part in parts]
+        wanted = [shape[1:] for shape, _ in replace(self, count=1).parts(sizes)]
+        if shapes != wanted:
+            raise CheckpointError(f"codes and scales have the shapes {shapes}, not {wanted}. {_REMEDY}")
+        return parts
 
     def parts_of(
         self, matrices: Sequence[Mapping[str, torch.Tensor]], sizes: Sizes, form: Format
