@@ -27,7 +27,7 @@ BETWEEN = ["vision_adapter", "multi_modal_projector"]
 
 
 def main() -> None:
-    """Train both stages, and print what each changed."""
+    """Train both stages; print right answers before and after."""
     set_seed(0)
     learnt, held_out = read(DATA)
     model, processor = load(MODEL)

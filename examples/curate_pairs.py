@@ -3,9 +3,9 @@
     python examples/curate_pairs.py pairs.jsonl metadata.json curated.jsonl --t 20000
 
 `pairs.jsonl` has a line of JSON with a "caption" for each pair, `metadata.json` a list of entries (WordNet's synsets,
-titles and frequent words of Wikipedia). A caption matches an entry that it contains between spaces. An entry with more
-than t captions keeps each of them with probability t / count; any other entry keeps all. A pair is kept if one of its
-entries keeps it; pairs without an entry are dropped. The file is read twice, so that it may be larger than memory.
+titles and frequent words of Wikipedia). A caption matches each entry that it has as whole words. An entry that `count`
+captions match, more than t, keeps each with probability t / count; other entries keep all. A pair is kept if any entry
+keeps its caption, so never without a match. `pairs.jsonl` is read twice, so that it may be larger than memory.
 """
 
 import argparse

@@ -23,7 +23,7 @@ if len(sys.argv) > 1:
     MODEL, PICTURE, QUESTION = sys.argv[1:]
 
 processor = AutoProcessor.from_pretrained(MODEL)
-# Several pictures go into one message, in the order of its parts.
+# A message may have several pictures, each as a part of its own.
 content = [{"type": "image", "image": llamoe.read_picture(PICTURE)}, {"type": "text", "text": QUESTION}]
 inputs = processor.apply_chat_template(
     [{"role": "user", "content": content}],

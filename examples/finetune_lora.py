@@ -28,7 +28,7 @@ TRAINING = dict(
 
 
 def load(folder: str) -> tuple[Any, Any]:
-    """Return the model and its processor, or its tokenizer if it has no vision tower."""
+    """Return a folder's model and its processor, or its tokenizer if the model has no vision tower."""
     # Folders of transformers' own LLaMA, Mistral, Mixtral and Llama 4 are read as llamoe's models.
     with llamoe.adopt():
         if getattr(transformers.AutoConfig.from_pretrained(folder), "vision_config", None):
@@ -49,7 +49,7 @@ def train(model: Any, processor: Any, examples: list[dict], out: Path) -> transf
 
 
 def main() -> None:
-    """Train, and print what the adapter changed."""
+    """Train, and print right answers before and after."""
     transformers.set_seed(0)
     learnt, held_out = read(DATA)
     model, processor = load(MODEL)
@@ -58,7 +58,7 @@ def main() -> None:
     print("held-out answers right before:", count_right(model, processor, held_out))
     trainer = train(model, processor, learnt, OUT / "checkpoints")
     trainer.save_model(str(OUT / "adapter"))
-    # Each process may hold only a part of the weights.
+    # With several processes each may hold only a part of the weights.
     if trainer.accelerator.num_processes == 1:
         print("now:", count_right(model, processor, held_out))
 

@@ -36,7 +36,7 @@ def encode(processor: Any, examples: list[dict], answers: list[str], padding_sid
             content = [{"type": "image"}, {"type": "text", "text": content}]
         chat = [{"role": "user", "content": content}]
         texts.append(processor.apply_chat_template(chat, add_generation_prompt=True, tokenize=False) + answer)
-    # The template has already written the first token.
+    # No special tokens: the chat template has written them.
     options = dict(padding=True, padding_side=padding_side, add_special_tokens=False, return_tensors="pt")
     return processor(text=texts, **options, **({"images": pictures} if any(pictures) else {}))
 

@@ -5,7 +5,7 @@
 
 * ddp: every process has the whole model and a part of the batch's rows; gradients are averaged.
 * fsdp: as ddp, but each process keeps a shard of every weight, and a layer is gathered while it runs (FSDP2).
-* tp: tensor parallel: all processes work on the same rows; each has a slice of every layer's heads and widths.
+* tp: tensor parallel: all processes work on the same rows; each has a slice of every weight matrix.
 * ep: expert parallel: as tp, but each process has some of the experts, whole. The model must be a mixture.
 
 The data are the same random tokens in every step, so the loss falls as the model memorises them. Processes use GPUs
@@ -28,7 +28,7 @@ MODEL = str(Path(__file__).with_name("llamoe-tiny"))
 PARALLEL = sys.argv[1] if len(sys.argv) > 1 else "fsdp"
 STEPS = 4
 ROWS, LENGTH = 4, 32
-# A folder for the trained model.
+# A folder for the trained model; None: it is not saved.
 SAVE = None
 
 
@@ -65,7 +65,7 @@ def train(model_folder: str, parallel: str, steps: int, save: str | None = None)
         if rank == 0:
             print(f"{parallel} step {step}: loss {losses[-1]:.4f}", flush=True)
     if save:
-        # Every process takes part, and the first one writes whole weights.
+        # All processes must call this; the first one writes whole weights.
         model.save_pretrained(save)
     return losses
 

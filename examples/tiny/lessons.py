@@ -1,7 +1,7 @@
 """Write a folder of pictures with questions, for `examples/finetune_lora.py` and `align_vision.py`.
 
-python examples/tiny/lessons.py lesson       # which shape is bigger? The small model cannot tell before.
-python examples/tiny/lessons.py captions
+python examples/tiny/lessons.py lesson       # "Which shape is bigger?", which llamoe-tiny cannot answer
+python examples/tiny/lessons.py captions     # descriptions of pictures
 """
 
 import json
@@ -24,7 +24,7 @@ COUNTS = {"lesson": 10_000, "captions": 6_000}
 def draw_example(rng: random.Random, lesson: str) -> tuple[Scene, str, str, str]:
     """Draw a scene, and return it with a question, the answer, and the kind of the question.
 
-    In "lesson" every second question is one that the model knows, so that it does not forget.
+    In "lesson" half of the questions are of kinds that the model knows, so that it forgets none.
     """
     if lesson == "captions":
         scene = draw_scene(rng)

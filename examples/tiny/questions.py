@@ -1,6 +1,6 @@
-"""Ask questions about scenes of `shapes.py`, each with its one right answer, and answer a few without a picture.
+"""Ask questions about scenes of `shapes.py`, each with its one right answer; chat a little without a picture.
 
-Answers are computed from the shapes, never from pixels. They are in lower case, as all that the tokenizer reads.
+Answers are computed from the shapes, never from pixels. They are in lower case, as is all text for the tokenizer.
 """
 
 import random
@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from shapes import COLOURS, SHAPES, Scene
 
-# How often a question supposes a shape that is not there.
+# Share of questions about something that is not there.
 ABSENT = 0.15
 COUNTS = ("no", "one", "two", "three")
 WORDINGS = {
@@ -98,7 +98,7 @@ def chat(rng: random.Random) -> tuple[str, str, str]:
 
 
 def type_carelessly(rng: random.Random, question: str) -> str:
-    """Leave out the last sign of one question in five."""
+    """Leave out the final "?", "." or "!" of one question in five."""
     return question.rstrip("?.!") if rng.random() < 0.2 else question
 
 
@@ -140,7 +140,7 @@ def _answer(rng: random.Random, scene: Scene, kind: str) -> tuple[dict[str, str]
         if sum(other.colour == item.colour for other in items) > 1:
             return None
         return {"colour": item.colour}, f"the {item.shape} is {item.colour}."
-    # Colour and place, of a shape that is there once or not at all.
+    # Kinds "colour" and "where": the shape is there once or not at all.
     if rng.random() < ABSENT:
         shape = _absent(rng, scene, "shape", SHAPES)
         return {"shape": shape}, f"i do not see {with_article(shape)}."
@@ -157,7 +157,7 @@ def _absent(rng: random.Random, scene: Scene, field: str, values: Iterable[str])
 
 
 def _absent_name(rng: random.Random, scene: Scene) -> str:
-    """Return the name of an item of the scene with another shape or another colour."""
+    """Return an item's name with its shape, or colour, replaced by one that no item has."""
     item = rng.choice(scene.items)
     if rng.random() < 0.5:
         return f"{item.colour} {_absent(rng, scene, 'shape', SHAPES)}"

@@ -1,4 +1,4 @@
-"""Draw pictures of one to three coloured shapes in a row or a column, on a plain ground.
+"""Draw pictures of one to three coloured shapes in a row or column, on a plain background.
 
 A `Scene` follows from its random generator: one seed gives the same picture everywhere.
 """
@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from PIL import Image, ImageDraw
 
 SHAPES = ("circle", "square", "triangle", "star")
-# Number of corners, direction of the first in degrees, and how far every second one is out.
+# Number of corners, direction of the first in degrees, distance of every second from the centre, in radii.
 CORNERS = {"square": (4, 45, 1), "triangle": (3, -90, 1), "star": (10, -90, 0.45)}
-# Two shades of each colour. A picture has a shade between the two.
+# Two shades of each colour. An item gets a shade between the two.
 COLOURS = {
     "red": ((255, 0, 0), (205, 45, 50)),
     "orange": ((255, 165, 0), (255, 127, 14)),

@@ -1,9 +1,9 @@
-"""Train the model in `examples/llamoe-tiny` from nothing: `make train-tiny`.
+"""Train the model in `examples/llamoe-tiny` from random weights: `make train-tiny`.
 
-The folder gives the model's configuration and its processor; the weights are random at first. Training has two stages,
-since a tower that is trained by words alone makes almost no progress for a very long time. First the tower is trained:
-linear heads, which are thrown away later, predict from each of a picture's 16 tokens the shape at its place. Then the
-tower is frozen, and the decoder is trained to answer. One seed determines everything.
+The folder gives the model's configuration and its processor. Training has two stages, since a vision tower that only
+learns from the loss of answers makes almost no progress for a very long time. First the tower is trained: linear heads,
+which are thrown away later, predict from each of a picture's 16 tokens the colour, shape and place of the item there.
+Then the tower is frozen, and the decoder is trained to answer. One seed determines everything.
 """
 
 import hashlib
@@ -40,7 +40,7 @@ NAMES = (tuple(COLOURS), SHAPES, PLACES)
 
 @dataclass(frozen=True)
 class Stage:
-    """One part of the training, with an optimizer of its own."""
+    """A stage of the training, which has its own optimizers."""
 
     name: str
     steps: int
@@ -50,7 +50,7 @@ class Stage:
 
 SEEING = Stage("seeing", 1500, 64, 6e-3)
 ANSWERING = Stage("answering", 5000, 32, 5e-3)
-# Questions whose answers depend on one of their words take longest to learn, and are drawn more often.
+# Questions with a word on which the answer depends take longest to learn, and are drawn more often.
 KINDS = ("caption", "count", "which", *("colour", "shape", "where") * 2, *("exists",) * 3)
 
 
@@ -166,10 +166,10 @@ def main() -> None:
         return torch.stack(losses).sum()
 
     def answering_loss(rng: random.Random) -> torch.Tensor:
-        # Chats of one length need little padding. With one question the model cannot copy from an earlier answer.
+        # Equally many questions in a batch's chats: little padding. Often one: no earlier answer can be copied.
         questions = rng.choice((1, 1, 2, 3))
         chats = [write_chat(rng, scene, questions) for scene in draw_scenes(rng, ANSWERING.batch_size)]
-        # With its router logits the model adds the loss that balances its experts.
+        # If router logits are asked for, the loss includes one that balances experts.
         return model(**collate(processor, chats), output_router_logits=True, use_cache=False).loss
 
     begun = time.perf_counter()
