@@ -50,13 +50,13 @@ def lora_config(
         raise ValueError(f"lora_config: this {type(model).__name__} has no vision tower to adapt.")
     stacks, linear = set(), set()
     for name, module in model.named_modules():
-        # These are layers of an adapter that the model has already.
+        # Skip layers of an adapter that the model already has.
         if ".lora_" in name:
             continue
         name = name.replace(".base_layer", "")
         if isinstance(module, nn.Linear) and module is not model.get_output_embeddings():
             linear.add(name.rpartition(".")[2])
-        # Without the layer's number the name stands for every layer.
+        # Drop the layer's number: peft then matches every layer.
         name = ".".join(name.split(".")[-2:])
         if experts and isinstance(module, Experts):
             stacks |= {f"{name}.{stack}" for stack in STACKS}
@@ -75,7 +75,7 @@ def lora_config(
     if vision:
         chosen["exclude_modules"] = []
     elif by_layer and has_tower and "target_modules" not in options:
-        # The layers of the vision tower have the same numbers, and some have the same names.
+        # Leave out the vision tower, whose layers have the same numbers and partly the same names.
         options["exclude_modules"] = _with_tower(excluded)
     return LoraConfig(r=r, lora_dropout=dropout, **(chosen | options))
 

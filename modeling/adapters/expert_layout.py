@@ -5,10 +5,10 @@ For a stack, peft has the factors of all experts in two matrices:
 * A `[E * r, in]`, where the expert is the slowest index;
 * B `[out, r * E]`, where the expert is the fastest index.
 
-Llama 4's stacks are input-first, `[E, in, out]`. llamoe's experts tell peft so; stock's do not, and there A is on the
-output side and B on the input side. A pair of factors from stock fits here once A and B are exchanged; the change of
-the weight stays the same. The shapes of A and B show which layout they have, unless a stack has as many inputs as
-outputs. If this holds for all stacks of an adapter, it is refused when it is created.
+Llama 4's stacks are input-first, `[E, in, out]`. llamoe's experts tell peft so; transformers' ("stock") do not, so that
+peft puts A on the output side and B on the input side. Factors from stock fit here once A and B are exchanged; the
+change of the weight stays the same. The shapes of A and B show which layout they have, unless a stack has as many
+inputs as outputs. An adapter whose stacks are all so is refused when it is created.
 
 Shapes: E experts, R = r rank, X inputs of A, Y outputs of B.
 """
@@ -47,7 +47,7 @@ def exchange_factors(
 
 
 def _input_first_experts(model: nn.Module) -> dict[str, Experts]:
-    """Return the experts with input-first stacks by their names, without the parts that peft's wrappers add."""
+    """Return the experts with input-first stacks, by names without what peft's wrappers add to them."""
     return {
         name.replace(".base_layer", ""): module
         for name, module in model.named_modules()
@@ -56,7 +56,7 @@ def _input_first_experts(model: nn.Module) -> dict[str, Experts]:
 
 
 def ambiguous_stack(model: nn.Module, parameters: Collection[str]) -> str | None:
-    """Return one of the stacks among `parameters` if all have as many inputs as outputs; else None."""
+    """Return the name of a stack in `parameters` if all there have as many inputs as outputs; else None."""
     shapes = {
         key: experts.stack_shape(stack)[1:]
         for name, experts in _input_first_experts(model).items()

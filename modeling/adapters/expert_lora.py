@@ -29,14 +29,14 @@ from .unsupported import unsupported
 _INITIALISATIONS = (True, False, "gaussian")
 # Fields of `LoraConfig` that are refused for packed layers, since they compute from the weight's values.
 _READING_WEIGHTS = ("use_dora", "kasa_config", "velora_config")
-# Fields that are refused for stacks.
+# Fields for other kinds of LoRA, such as DoRA; stacks refuse them.
 _VARIANTS = [field.name for field in dataclasses.fields(LoraConfig) if field.metadata.get("is_lora_variant")]
 
 
 class ParamWrapper(layer.ParamWrapper):
     """A LoRA layer for one stack of `Experts`.
 
-    It has the name of peft's class, by which peft recognises a wrapped stack that gets another adapter.
+    Its name is that of peft's class: by it peft recognises a wrapped stack that gets another adapter.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class ParamWrapper(layer.ParamWrapper):
         super().update_layer(adapter_name, r, lora_alpha, config=_without_dropout(config), **kwargs)
         self._set_dropout(adapter_name, config)
         if (mesh := self.expert_mesh()) is not None:
-            # Each process has the whole adapter, so all take the first one's initial values.
+            # Each process has the whole adapter: all must begin with the same values, the first process's.
             for factor in (self.lora_A[adapter_name].weight, self.lora_B[adapter_name].weight):
                 if factor.device.type != "meta":
                     dist.broadcast(factor.data, group=mesh.get_group(), group_src=0)
@@ -74,10 +74,10 @@ class ParamWrapper(layer.ParamWrapper):
         if not experts.is_offloaded:
             super()._move_adapter_to_device_of_base_layer(adapter_name, device)
             return
-        # Offloaded weights are on another device than the one that computes, or on meta.
+        # Not to the weights' device: offloaded weights are not where products are computed.
         dtype = None if experts.is_packed else experts.dtype
         for factors in (self.lora_A, self.lora_B):
-            # On meta, the adapter's weights are yet to be loaded from a file.
+            # Leave weights on meta, which are yet to be loaded from a file.
             if adapter_name in factors and not factors[adapter_name].weight.is_meta:
                 factors[adapter_name].to(device=device or experts.device, dtype=dtype)
 
@@ -98,7 +98,7 @@ class ParamWrapper(layer.ParamWrapper):
     def forward(
         self, x: torch.Tensor, *args: Any, lora: ExpertsLora = NO_LORA, **kwargs: Any
     ) -> torch.Tensor:
-        """Return what `Experts.forward` does; `lora` holds the other stack's factors, from the wrapper around this."""
+        """Return what `Experts.forward` returns; `lora` has the other stack's factors, from the wrapper around this."""
         if self.disable_adapters and self.merged:
             self.unmerge()
         lora = self.active_lora(lora)
@@ -106,7 +106,7 @@ class ParamWrapper(layer.ParamWrapper):
             return self.base_layer(x, *args, **kwargs)
         if isinstance(self.base_layer, ParamWrapper) or self.expert_mesh() is None:
             return self.base_layer(x, *args, lora=lora, **kwargs)
-        # The hook by which transformers exchanges tokens between processes accepts no argument `lora`.
+        # Not as an argument: transformers' hook that exchanges tokens between processes takes no `lora`.
         experts: Any = self.get_base_layer()
         experts.lora = lora
         try:
@@ -144,7 +144,7 @@ class ParamWrapper(layer.ParamWrapper):
         return mesh if mesh is not None and mesh.mesh_dim_names == ("ep",) else None
 
     def _of_local_experts(self, factor: torch.Tensor, dim: int) -> torch.Tensor:
-        """Return the part of a factor for this process's experts, which are along the axis `dim`.
+        """Return the slice, along the axis `dim`, of a factor for this process's experts.
 
         Each process keeps the whole factor; backward gathers its gradient from all processes.
         """

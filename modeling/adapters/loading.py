@@ -29,7 +29,7 @@ class LoadsAdapters(PreTrainedModel):
     def load_adapter(self, peft_model_id: Any = None, adapter_name: str | None = None, **kwargs: Any) -> Any:
         """Load one of peft's adapters, as `PreTrainedModel.load_adapter` does.
 
-        Adapters of stock Llama and Llama 4 fit, also those of experts, whose factors are exchanged where needed.
+        Adapters of transformers' Llama and Llama 4 fit; for experts of its Llama 4, A and B are exchanged.
 
         Raises:
             ValueError: the adapter is of another model, its file is damaged, or a part of the model is on disk.
@@ -77,7 +77,7 @@ def _fit_state_dict(model: LoadsAdapters, state_dict: dict[str, Any], prefix: st
     Args:
         model: the model; the adapter may have been trained on another of its classes, such as that with a head.
         state_dict: the tensors that peft loads into the model.
-        prefix: what the keys in `state_dict` have before the model's keys.
+        prefix: the text before the model's keys in the keys of `state_dict`.
 
     Raises:
         ValueError: the adapter does not fit the model.
@@ -100,7 +100,7 @@ def _fit_state_dict(model: LoadsAdapters, state_dict: dict[str, Any], prefix: st
         return
     full_names = {_without_name(name, adapter): name for name in shapes if _is_named(name, adapter)}
     added = {name: shapes[full] for name, full in full_names.items()}
-    # With other methods than LoRA layers share tensors, each of which is saved once.
+    # Only for LoRA: with other methods layers share tensors, which are saved once.
     expected = {name: shape for name, shape in added.items() if tuner == "lora_" and ".lora_" in name}
     tensors = {_without_name(name, adapter): state_dict[key] for name, key in keys.items()}
     fitted = _fit(model, config, tensors, expected, {**shapes, **added})

@@ -8,7 +8,7 @@ from ...configuration.stock import CONFIG_CLASSES
 from .._compat import accept_peft
 from .when_imported import when_imported
 
-# Names of the vision tower's layers for the names of a decoder's layers.
+# The vision tower's layers, by the names of the decoder's like layers.
 _IN_THE_TOWER = {"up_proj": "fc1", "down_proj": "fc2", "norm": "layernorm_post"}
 
 

@@ -2,7 +2,7 @@
 
 In peft, `target_parameters` names parameters by the ends of their names, and `layers_to_transform`, `layers_pattern`,
 `exclude_modules` and `modules_to_save` only apply to linear layers. Here they apply to parameters, too: the config's
-`target_parameters` become the full names of the parameters that the whole config chooses.
+`target_parameters` become the full names of the parameters that all its fields choose.
 """
 
 import copy
@@ -35,7 +35,7 @@ def choose_parameters(config: Any, model: nn.Module) -> None:
         for parameter, _ in module.named_parameters(recurse=False)
         if f".{name}.{parameter}".endswith(tuple(f".{end}" for end in endings))
     ]
-    # If no parameter has such a name, peft raises an error.
+    # Else leave it to peft, which raises an error.
     if named:
         config.target_parameters = sorted(
             key
@@ -46,7 +46,7 @@ def choose_parameters(config: Any, model: nn.Module) -> None:
 
 
 def refuse_unsupported(config: Any, model: PreTrainedModel) -> None:
-    """Raise a `ValueError` for an adapter that would be wrong in silence; call it after `choose_parameters`."""
+    """Raise a `ValueError` for an adapter that would silently give wrong results; call `choose_parameters` first."""
     from peft import PeftType
     from peft.tuners.tuners_utils import check_target_module_exists
 
@@ -74,7 +74,7 @@ def _refuse_shared_experts(config: Any) -> None:
 
 
 def _plain_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the model's modules without those of adapters, with their names in the model without adapters."""
+    """Yield the modules that belong to no adapter, with the names that they have without adapters."""
     for name, module in model.named_modules():
         if ".lora_" not in name:
             yield name.replace(".base_layer", ""), module

@@ -24,7 +24,7 @@ def when_imported(name: str, callback: Callable[[ModuleType], None]) -> None:
         def find_spec(self, fullname, path=None, target=None):
             if fullname != name or self.is_searching:
                 return None
-            # The search of the other finders comes here, too.
+            # `importlib.util.find_spec` calls this, too.
             self.is_searching = True
             try:
                 spec = importlib.util.find_spec(name)
