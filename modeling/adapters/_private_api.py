@@ -136,7 +136,7 @@ def prepare_for_training(original: Callable, model: Any, *args: Any, **kwargs: A
 
 
 # "After hotswap to an adapter of a lower rank my model talks nonsense": peft appends rows and columns of zeros to the
-# factors, which in a stack shifts those of the experts.
+# factors, so that in a stack experts use each other's.
 @instead_of(hotswap, "hotswap_adapter_from_state_dict")
 def swap(original: Callable, model: nn.Module, state_dict: dict[str, torch.Tensor], *args, **kwargs) -> None:
     """Replace an adapter's weights by those of another one; refuse factors of stacks with another shape."""
@@ -181,7 +181,7 @@ def check_sum(
 # get the tokens of all rows in one tensor, which does not show the row of each token.
 @instead_of(LoraModel, "_enable_peft_forward_hooks")
 def enable_forward_hooks(original: Callable, self: Any, *args, **kwargs) -> AbstractContextManager:
-    """Enter a forward; refuse `adapter_names`, one adapter for each row, where layers do not see the batch's rows."""
+    """Add peft's hooks; refuse `adapter_names`, an adapter for each row, with experts' adapters or pictures."""
     if kwargs.get("adapter_names") is not None and isinstance(self.model, LoadsAdapters):
         if any(hasattr(module, "parameter_name") for module in self.model.modules()):
             raise unsupported("adapter_names", "adapter_names beside adapters of experts")
