@@ -31,7 +31,7 @@ def forward(setting: Setting, experts: int, limits: dict[int, float]) -> Iterato
     Args:
         setting: device and dtype.
         experts: number of experts.
-        limits: by number of rows, our largest allowed time, over stock's.
+        limits: number of rows to the largest allowed ratio of our time to stock's.
     """
     pairs = [llama4_blocks(setting, experts) for _ in range(COPIES)]
     router = pairs[0][0].router.weight
@@ -85,7 +85,7 @@ def _adapted(setting: Setting, block: nn.Module, module_class: type, adapter_cla
     """Return a copy of a block, with the same weight tensors and random LoRA factors on the experts."""
     stacks = ["experts.gate_up_proj", "experts.down_proj"]
     config = LoraConfig(r=RANK, target_modules=[], target_parameters=stacks)
-    # Set the class: by default peft's block would get llamoe's wrapper, too.
+    # Set the wrapper: by default peft's contestant would get llamoe's, too.
     config._register_custom_module({module_class: adapter_class})
     shared = {id(weight): weight for weight in block.parameters()}
     adapted = inject_adapter_in_model(config, copy.deepcopy(block, shared))

@@ -104,7 +104,7 @@ def now(model: Any, waiting: Waiting) -> dict[str, float]:
 
 
 def between(first: dict[str, float], last: dict[str, float], expert_bytes: int) -> dict[str, float]:
-    """Return the figures of the time between two results of `now`."""
+    """Return the changes between two results of `now`, and their ratios."""
     change = {name: last[name] - first[name] for name in first}
     missed = change["missed"] * expert_bytes
     return {

@@ -58,7 +58,7 @@ ARCHITECTURES = {
     "Llama4ForConditionalGeneration": "LlamoeForConditionalGeneration",
 }
 
-# Names of fields of all configurations, since multimodal configurations and their parts have fields of each other.
+# Names never warned of: fields of all classes, since multimodal configurations and parts are given each other's.
 # transformers 4 wrote `tie_encoder_decoder`.
 _KNOWN_NAMES = {"tie_encoder_decoder", "num_labels"}
 

@@ -76,7 +76,7 @@ class DecoderConfig(LlamoeBaseConfig):
         return self.layer_types or []
 
     def parts(self) -> set[str]:
-        """Return the parts that the model's layers have, by their names in `Meaning.part`."""
+        """Return which values of `Meaning.part`, such as "router", apply to some layer."""
         plans = [self.layer_plan(layer_idx) for layer_idx in range(self.num_hidden_layers)]
         has = {
             "dense layers": not all(plan.is_moe for plan in plans),
@@ -157,7 +157,7 @@ class WindowedConfig(DecoderConfig):
 
     @classmethod
     def _override(cls, data: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
-        """Return the fields with overrides applied; a new window is for all layers unless they had two kinds."""
+        """Return the fields with overrides applied; a new window is for all layers unless their types differ."""
         data = super()._override(data, overrides)
         if "sliding_window" in overrides and len(set(data.get("layer_types") or ())) < 2:
             data["layer_types"] = overrides.get("layer_types")

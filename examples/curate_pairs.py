@@ -4,7 +4,7 @@
 
 `pairs.jsonl` has a line of JSON with a "caption" for each pair, `metadata.json` a list of entries (WordNet's synsets,
 titles and frequent words of Wikipedia). A caption matches each entry that it has as whole words. An entry that `count`
-captions match, more than t, keeps each with probability t / count; other entries keep all. A pair is kept if any entry
+captions match keeps each with probability t / count if count > t; other entries keep all. A pair is kept if any entry
 keeps its caption, so never without a match. `pairs.jsonl` is read twice, so that it may be larger than memory.
 """
 

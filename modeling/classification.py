@@ -225,5 +225,5 @@ class LlamoeDenseForQuestionAnswering(Head, GenericForQuestionAnswering, LlamoeP
 
     @property
     def _has_stock_layout(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        # Stock's question answering for Mistral names its base model `model`, and finds no weights in these folders.
+        # Stock's class for Mistral names its base model `model`: it would find no weights in our files.
         return self.config.stock_type() != "mistral"

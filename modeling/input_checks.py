@@ -40,7 +40,7 @@ def check_mask(
         attention_mask: `[B, cached tokens + T]`, or a bool or floating tensor with four axes. Dicts are not checked.
         batch_size: B.
         num_tokens: T.
-        past_key_values: the cache. A static cache's length is not read, and the mask may be longer.
+        past_key_values: the cache. For a static one, any length of a 2-D mask from T on is valid.
     """
     if not isinstance(attention_mask, torch.Tensor):
         return

@@ -175,8 +175,8 @@ def _fill(
     room = {
         device: size - (reserve if device != "cpu" or main == "cpu" else 0) for device, size in room.items()
     }
-    # The first device keeps the KV caches of offloaded layers. Bytes reserved for them may offload more layers, whose
-    # caches need more bytes, until the reserve is large enough.
+    # The first device keeps the KV caches of offloaded layers. A larger reserve may offload more layers,
+    # whose caches need more bytes: repeat until the reserve suffices.
     reserved = 0
     while room[main] > reserved:
         devices = _devices(units, {**room, main: room[main] - reserved}, offloaded, has_copies=True)

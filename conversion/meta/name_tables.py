@@ -228,7 +228,7 @@ def llama_table(embedding_axis: int) -> Table:
 def llama4_table(config: LlamoeBaseConfig, to_write: bool = False) -> Table:
     """Return the table of Llama 4: of a decoder alone, or of a multimodal model with its tower.
 
-    The table for writing has the names of the releases, the table for reading both sets of names.
+    The table for writing has the releases' names, that for reading also those of Meta's modules.
     """
     # In the releases this norm is named so in layers with experts, and as in `_LLAMA4_RELEASE` in dense layers. If
     # several rows fit a name, the first is taken.

@@ -50,7 +50,7 @@ class Stage:
 
 SEEING = Stage("seeing", 1500, 64, 6e-3)
 ANSWERING = Stage("answering", 5000, 32, 5e-3)
-# Questions with a word on which the answer depends take longest to learn, and are drawn more often.
+# Questions about a named colour or shape take longest to learn, and are drawn more often.
 KINDS = ("caption", "count", "which", *("colour", "shape", "where") * 2, *("exists",) * 3)
 
 

@@ -114,7 +114,7 @@ class ChatModel:
             if experts_memory is not None:
                 where["experts_memory"] = experts_memory
                 if device_map == "auto":
-                    # Without a device map, all other weights go to the default device.
+                    # Without a map, all weights but experts go to the default device.
                     del where["device_map"]
             self.model: Any
             self.model, loading = loader.from_pretrained(

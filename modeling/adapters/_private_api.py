@@ -1,4 +1,4 @@
-"""Patches of functions of peft for llamoe's models, each below a quoted report of the fault that it mends.
+"""Patches of functions of peft for llamoe's models, each with the user's report that is its reason.
 
 This file changes peft when it is imported (`peft_registration.py`). Each decorated function replaces one of peft's, and
 gets that as `original`. All were checked with peft 0.21.2.
@@ -42,7 +42,7 @@ _MODEL_TO_CONVERSION_PATTERN[LlamoeMixtralConfig.model_type] = _MODEL_TO_CONVERS
 def instead_of(owner: Any, name: str) -> Callable[[Callable], Callable]:
     """Replace `owner.name` by the decorated function, which gets the original as its first argument.
 
-    Modules that have imported the original by name get the new one, too.
+    It is also replaced in modules that have imported the original by name.
     """
     original = vars(owner)[name]
 
@@ -66,7 +66,7 @@ def instead_of(owner: Any, name: str) -> Callable[[Callable], Callable]:
 def inject_adapter(
     original: Callable, self: Any, model: nn.Module, adapter_name: str, *args, **kwargs
 ) -> None:
-    """Add an adapter's layers, of llamoe's LoRA classes, for the parameters that all fields of the config choose."""
+    """Add an adapter's layers to a model: of llamoe's classes, for the parameters that the whole config chooses."""
     if not isinstance(model, LoadsAdapters):
         return original(self, model, adapter_name, *args, **kwargs)
     config = self.peft_config[adapter_name]
@@ -86,7 +86,7 @@ def inject_adapter(
 
 
 def _leave_out_tower(config: Any, model: nn.Module) -> None:
-    """Replace "all-linear" by names of linear layers outside the vision tower, unless `exclude_modules` is []."""
+    """Replace "all-linear" by the names of the linear layers without the tower's, unless `exclude_modules` is []."""
     targets = getattr(config, "target_modules", None)
     tower = {
         f"{tower}.{name}"
@@ -104,7 +104,7 @@ def _leave_out_tower(config: Any, model: nn.Module) -> None:
 
 @contextmanager
 def _showing_tied_head(model: Any) -> Iterator[None]:
-    """Enter a context in which a multimodal config, which peft reads, has its text config's `tie_word_embeddings`."""
+    """Enter a context in which a multimodal config, the one that peft reads, has its text's `tie_word_embeddings`."""
     text = getattr(model, "language_model", None)
     is_multimodal = model.config.model_type == LlamoeConfig.model_type and text is not None
     if not is_multimodal or not text.config.tie_word_embeddings or model.config.tie_word_embeddings:
@@ -135,11 +135,11 @@ def prepare_for_training(original: Callable, model: Any, *args: Any, **kwargs: A
         del model.is_loaded_in_4bit
 
 
-# "After hotswap to an adapter of a lower rank my model talks nonsense": peft appends zeros to A and B. In those of a
-# stack, which hold all experts, zeros would have to be inserted for each expert.
+# "After hotswap to an adapter of a lower rank my model talks nonsense": peft appends rows and columns of zeros to the
+# factors, so that in a stack experts use each other's.
 @instead_of(hotswap, "hotswap_adapter_from_state_dict")
 def swap(original: Callable, model: nn.Module, state_dict: dict[str, torch.Tensor], *args, **kwargs) -> None:
-    """Replace an adapter's weights by another's; refuse experts' A and B of another shape."""
+    """Replace an adapter's weights by those of another one; refuse factors of stacks with another shape."""
     modules = {name.removeprefix("_orig_mod."): module for name, module in model.named_modules()}
     shapes = {
         name.removeprefix("_orig_mod."): parameter.shape for name, parameter in model.named_parameters()
@@ -158,7 +158,7 @@ def swap(original: Callable, model: nn.Module, state_dict: dict[str, torch.Tenso
 def check_sum(
     original: Callable, self: Any, adapters: Sequence[str], combination_type: str, **more: Any
 ) -> Any:
-    """Check a weighted sum of adapters; allow it for experts if A and B are summed element by element."""
+    """Check a weighted sum of adapters; allow sums of experts' adapters if they are element by element."""
     targets = {
         name: self.peft_config[name].target_parameters for name in adapters if name in self.peft_config
     }
@@ -181,7 +181,7 @@ def check_sum(
 # get the tokens of all rows in one tensor, which does not show the row of each token.
 @instead_of(LoraModel, "_enable_peft_forward_hooks")
 def enable_forward_hooks(original: Callable, self: Any, *args, **kwargs) -> AbstractContextManager:
-    """Enter a forward; refuse `adapter_names` (an adapter for each row) where layers cannot tell the rows apart."""
+    """Add peft's hooks; refuse `adapter_names`, an adapter for each row, with experts' adapters or pictures."""
     if kwargs.get("adapter_names") is not None and isinstance(self.model, LoadsAdapters):
         if any(hasattr(module, "parameter_name") for module in self.model.modules()):
             raise unsupported("adapter_names", "adapter_names beside adapters of experts")

@@ -44,7 +44,7 @@ _ROWS_OF_TORCH = {dtype: _rows_of_torch(dtype) for dtype in (torch.bfloat16, tor
 
 
 def rows_of_torch(dtype: torch.dtype) -> int | None:
-    """Return the most rows that torch multiplies faster in this dtype than block by block in float32; None: all.
+    """Return the most rows for which torch's product in this dtype beats float32 blocks; None: any number.
 
     The number is for this CPU. None also means that the CPU has instructions for the dtype.
     """
@@ -59,7 +59,7 @@ _HAS_AVX512_BF16 = has_mkldnn_products(torch.bfloat16) and bool(
 
 
 def rows_in_bytes() -> int:
-    """Return the most rows in bytes for which the 4-bit and 8-bit kernels are faster than unpacking the matrix once."""
+    """Return the most rows, as int8, for which the 4-bit and 8-bit kernels beat unpacking the matrix once."""
     return FEW_BITS_AMX_MAX_ROWS if _HAS_AMX else sys.maxsize
 
 

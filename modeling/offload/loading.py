@@ -30,7 +30,7 @@ ALL = "experts"
 
 @dataclass
 class OffloadRequest:
-    """The devices asked of `from_pretrained`, by names of experts or `ALL`, and bytes for slots; None: the default."""
+    """What `from_pretrained` got: devices, by experts' name or `ALL`, and bytes for slots or None (the default)."""
 
     places: dict[str, Any]
     memory: int | None
@@ -179,7 +179,7 @@ def _devices_of_rows(device_map: Mapping[str, Any], offloaded: list[OffloadedExp
     experts = {layer.name: layer.device for layer in offloaded}
     others = {name: device for name, device in device_map.items() if name not in experts}
     if "disk" not in others.values() and len({torch.device(device) for device in others.values()}) <= 1:
-        # Use a torch.device: to these libraries the string "cpu" means a module with hooks.
+        # Use a torch.device: for the string "cpu" those libraries would assume hooks, too.
         others = {name: torch.device(device) for name, device in others.items()}
     return {**others, **experts}
 

@@ -46,7 +46,7 @@ class Distributed(PreTrainedModel):
 
     def gather_sharded_state_dict_for_save(self, model_to_save, state_dict, distributed_config, **kwargs):
         """Gather the shards; `save_pretrained` calls this in every process."""
-        # transformers gathers only models that it has sharded itself, and their own tensors in place of `state_dict`.
+        # transformers gathers only models that it has sharded, and may take their weights instead of `state_dict`.
         if distributed_config is None or not is_sharded(state_dict.values()):
             whole = joined(state_dict)
             return whole if kwargs.get("save_on_this_rank", True) else {}

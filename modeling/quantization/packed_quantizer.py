@@ -90,7 +90,7 @@ class PackedQuantizer(HfQuantizer):
         return model
 
     def dequantize(self, model: PreTrainedModel, dtype: Any = None) -> PreTrainedModel:
-        """Replace packed modules by plain ones; transformers replaces its own quantized modules.
+        """Replace packed modules by plain ones; then transformers does so with its own.
 
         Raises:
             ValueError: weights are offloaded, so they are not in memory.

@@ -98,7 +98,7 @@ def _from_stacks(
     found: Mapping[str, list[torch.Tensor]],
     stacked: Mapping[str, torch.Tensor],
 ) -> Iterator[list[dict[str, torch.Tensor]]]:
-    """Yield each expert's tensors by kind, from tensors of all experts; the codes may be those of single experts."""
+    """Yield each expert's tensors by kind, from stacks; codes may also be stored for each expert alone."""
     kinds = dict(zip(layout.in_stacks, layout.kinds, strict=True))
     singles = None if "" in stacked else _by_expert(experts, name, found)
     for number in range(experts.num_experts):

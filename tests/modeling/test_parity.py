@@ -184,7 +184,7 @@ def over_in_turn(**kinds):
 
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory):
-    """Return a function to stock's model, ours loaded from its folder, and the folder; tests change none of them."""
+    """Return a function that returns stock's model, ours of its folder, and the folder; do not change these."""
 
     @functools.cache
     def folder_of(family, kind, exact):
