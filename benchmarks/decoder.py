@@ -79,9 +79,9 @@ def cases(name: str, stock_class: type[PreTrainedModel], config: Any) -> Iterato
 
 
 def from_files(model: PreTrainedModel) -> PreTrainedModel:
-    """Save a model, and load it as users do, and as llama.cpp does: weights are mapped files.
+    """Save a model, and load it as users do, and as llama.cpp does: its weights are mapped files.
 
-    In memory of small pages, which torch allocates for drawn weights, a token in bfloat16 took a fifth longer.
+    Drawn weights lie in memory that torch allocates, whose small pages take longer to read.
     """
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
