@@ -1,4 +1,4 @@
-"""Give both sides of a comparison in bfloat16, float16 or fewer bits the same choice of experts.
+"""Make both sides of a comparison in bfloat16, float16 or fewer bits choose the same experts.
 
 Rounding can change the experts of a token, differently on each processor; its logits then cannot be compared. With the
 same experts on both sides everything but the choice is compared. Other tests compare the choice, on equal inputs.
